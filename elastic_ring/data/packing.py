@@ -120,21 +120,13 @@ class ChunkCache:
             future.set_exception(error)
             return
         with self._lock:
-            sizes = self._sizes()
+            ready = {i: f for i, f in self._loaded.items() if f.done() and f.exception() is None}
+            sizes = {i: f.result().num_bytes for i, f in ready.items()}
             total = sum(sizes.values())
             for older, num_bytes in sizes.items():
                 if total > self.limit_bytes and older != index:
                     del self._loaded[older]
                     total -= num_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the loaded chunks."""
-        with self._lock:
-            return sum(self._sizes().values())
-
-    def _sizes(self) -> dict[int, int]:
-        return {i: f.result().num_bytes for i, f in self._loaded.items() if f.done() and f.exception() is None}
 
 
 # ------------------------------------------------------------ sequences

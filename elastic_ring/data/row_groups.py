@@ -19,6 +19,8 @@ from elastic_ring.data.manifest import COLUMN, COUNTED, OFFSET, TOKENS_KEY, Mani
 from elastic_ring.data.packing import Loaded
 
 OPEN_SHARDS = 64
+MAX_TOKEN_BYTES, MAX_HEADER_BYTES = 32, 1 << 16
+"""What a row group has at most for each token, were each a document, and beside them."""
 UNREADABLE = "cannot be read as token shard"
 
 
@@ -108,15 +110,12 @@ class OpenShards:
             file, metadata, lock = self._opened(shard)
             with lock:
                 parquet = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True, pre_buffer=True)
-                num_values = -1
-                if number < metadata.num_row_groups:
-                    group = metadata.row_group(number)
-                    leaves = (group.column(index) for index in range(group.num_columns))
-                    sizes = (leaf.num_values for leaf in leaves if leaf.path_in_schema.split(".")[0] == COLUMN)
-                    num_values = next(sizes, -1)
-                if num_values != num_tokens:  # checked before anything is unpacked
-                    counts = f"has {num_values} tokens in row group {number}, {num_tokens} by its manifest"
-                    raise ValueError(f"{path}: {counts}: restore it")
+                # Before anything is unpacked. A column's own number would be asked of its statistics too, and pyarrow
+                # ends the process where these are damaged.
+                most_bytes = MAX_TOKEN_BYTES * num_tokens + MAX_HEADER_BYTES
+                if number >= metadata.num_row_groups or metadata.row_group(number).total_byte_size > most_bytes:
+                    problem = f"has no row group {number}, or one of more than the {num_tokens} tokens of its manifest"
+                    raise ValueError(f"{path}: {problem}: restore it")
                 return parquet.read_row_group(number, columns=columns)
 
         for left in reversed(range(NUM_READS)):

@@ -91,14 +91,16 @@ class TokenShards:
             chunks += blocks
             facts.append(shard_facts)
 
+        def digest(path: str, size: int, shard_facts: list[object]) -> str:
+            """Of a file's facts and its first, middle and last bytes: other tokens may have the same lengths."""
+            with filesystem.open_input_file(path) as file:
+                starts = (0, size // 2, max(0, size - SAMPLE_BYTES))
+                sample = b"".join(file.read_at(min(SAMPLE_BYTES, size - start), start) for start in starts)
+            return hashlib.sha256(json.dumps([size, shard_facts]).encode() + sample).hexdigest()
+
         def digests() -> Files:
-            """Of each file's facts and its first, middle and last bytes: other tokens may have the same lengths."""
-            files: list[tuple[str, str]] = []
-            for (path, size), of_shard in zip(paths, facts, strict=True):
-                sample = reading(path, partial(_sample, filesystem, path, size), problem=UNREADABLE)
-                digest = hashlib.sha256(json.dumps([size, of_shard]).encode() + sample).hexdigest()
-                files.append((Path(path).name, digest))
-            return tuple(files)
+            files = [(path, partial(digest, path, size, of)) for (path, size), of in zip(paths, facts, strict=True)]
+            return tuple((Path(path).name, reading(path, read, problem=UNREADABLE)) for path, read in files)
 
         return PackedSource(
             chunks=[chunk for chunk in chunks if chunk.num_tokens],
@@ -109,12 +111,6 @@ class TokenShards:
             digests=digests,
             padding=self.end_of_document if self.align_tokens > 1 else None,
         )
-
-
-def _sample(filesystem: Any, path: str, size_bytes: int) -> bytes:
-    with filesystem.open_input_file(path) as file:
-        starts = (0, size_bytes // 2, max(0, size_bytes - SAMPLE_BYTES))
-        return b"".join(file.read_at(min(SAMPLE_BYTES, size_bytes - start), start) for start in starts)
 
 
 @dataclass(frozen=True)
@@ -187,7 +183,8 @@ def _index_parquet(filesystem: Any, path: str, config: TokenShards) -> tuple[lis
                 # No row is empty or null, so each adds one end-of-document token.
                 num_tokens = leaf.num_values + rows.num_rows
             else:
-                num_tokens = _count(parquet.read_row_group(group, columns=[config.column]).column(0), config)
+                lists = parquet.read_row_group(group, columns=[config.column]).column(0)
+                num_tokens = int(_lengths(lists, config)[1].sum())
             blocks.append(_RowBlock(filesystem, path, group, num_tokens, config))
             facts.append([rows.num_rows, num_tokens, leaf.total_compressed_size, extremes])
     return blocks, facts
@@ -203,7 +200,7 @@ def _index_arrow(filesystem: Any, path: str, config: TokenShards) -> tuple[list[
         facts: list[object] = []
         for index in range(reader.num_record_batches):
             batch = reader.get_batch(index)
-            num_tokens = _count(pa.chunked_array([batch.column(0)]), config)
+            num_tokens = int(_lengths(pa.chunked_array([batch.column(0)]), config)[1].sum())
             blocks.append(_RowBlock(filesystem, path, index, num_tokens, config))
             facts.append([batch.num_rows, num_tokens])
     return blocks, facts
@@ -243,10 +240,6 @@ def _lengths(lists: Any, config: TokenShards) -> tuple[Starts, Starts]:
     values = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
     lengths: Starts = values[values > 0]
     return lengths, aligned(lengths + (not config.rows_end_documents), config.align_tokens)
-
-
-def _count(lists: Any, config: TokenShards) -> int:
-    return int(_lengths(lists, config)[1].sum())
 
 
 def _pack(lists: Any, config: TokenShards, name: str) -> tuple[Tokens, Starts]:

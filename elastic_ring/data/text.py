@@ -59,15 +59,13 @@ class StdlibText:
     starts at a multiple of it; block-sparse kernels need 128.
     """
 
+    vocab_size: ClassVar[int] = BYTE_VOCAB_SIZE
+
     context_tokens: int
     align_tokens: int = 1
 
     def __post_init__(self) -> None:
         check_context(self.context_tokens, self.align_tokens)
-
-    @property
-    def vocab_size(self) -> int:
-        return BYTE_VOCAB_SIZE
 
     def open(self) -> PackedSource:
         """List the files without reading them. Raises ValueError where there are none."""
@@ -99,6 +97,7 @@ class TextFiles:
     """
 
     _prefix: ClassVar[str] = "TextFiles "
+    vocab_size: ClassVar[int] = BYTE_VOCAB_SIZE
 
     context_tokens: int
     paths: Annotated[tuple[str, ...], Must("a tuple of at least one path or pattern")]
@@ -113,10 +112,6 @@ class TextFiles:
                 "(--data PATH)"
             )
         object.__setattr__(self, "paths", tuple(map(absolute, self.paths)))
-
-    @property
-    def vocab_size(self) -> int:
-        return BYTE_VOCAB_SIZE
 
     def open(self) -> PackedSource:
         """List the files, and count the documents of records. Raises ValueError with the path that has no readable

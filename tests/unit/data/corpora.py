@@ -42,6 +42,17 @@ def write_table(path: Path, documents: Sequence[str | None], rows: int = 7, kind
     return path
 
 
+def trained_bpe(*special_tokens: str) -> Any:
+    """A byte-level BPE of 400 tokens."""
+    import tokenizers
+
+    bpe, level = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
+    bpe.pre_tokenizer, bpe.decoder = level(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    settings = {"vocab_size": 400, "special_tokens": list(special_tokens), "initial_alphabet": level.alphabet()}
+    bpe.train_from_iterator(texts(200), tokenizers.trainers.BpeTrainer(**settings, show_progress=False))
+    return bpe
+
+
 def prepared(out: Path | str, *sources: Path | str, **settings: Any) -> Manifest:
     """A preparation in this process, with pieces and row groups so small that there are several."""
     small: dict[str, Any] = {"workers": 0, "piece_bytes": 2000, "row_group_tokens": 64, **settings}

@@ -101,6 +101,8 @@ BAD: dict[str, bytes] = {
     "tokens.parquet": parquet(pa.array([[1, 2], [3]]), "tokens"),
     "numbers.parquet": parquet(pa.array([1, 2])),
     "text.parquet": b"this is no Parquet",
+    "text.ARROW": b"this is no Arrow",
+    "cut.parquet": parquet(pa.array(["text"] * 99))[:-50],
     "twice.txt.gz": gzip.compress(gzip.compress(b"x" * 99)),
     "window.txt.zst": zstd_frame(b"text of a file with a long window", 31),
     "zip.txt": archive("zip"),

@@ -29,7 +29,7 @@ from elastic_ring.integrations.transformers import ring_model
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train.optim import OptimConfig
 from elastic_ring.train.task import TrainingTask, attention_of, batch_of
-from tests.unit.data.corpora import prepared, texts, tokens_of
+from tests.unit.data.corpora import prepared, texts, tokens_of, trained_bpe
 
 tokenizers = pytest.importorskip("tokenizers")
 T = pytest.importorskip("transformers")
@@ -55,18 +55,8 @@ ASKED, SAID = texts(12), texts(12, 12)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE of 400 tokens with `MARKED` as its template."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=[END, OPEN, CLOSE],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(texts(200), trainer)
-    return with_template(made, tmp_path_factory.mktemp("tokenizers") / "marked", MARKED)
+    """A tokenizer with `MARKED` as its template."""
+    return with_template(trained_bpe(END, OPEN, CLOSE), tmp_path_factory.mktemp("tokenizers") / "marked", MARKED)
 
 
 def with_template(made: Any, folder: Path, template: str | None) -> Path:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ring.cli import data as command
-from elastic_ring.data.listing import list_source, shown
+from elastic_ring.data.listing import list_source
 from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.packing import END_OF_DOCUMENT
 from elastic_ring.data.preparation import documents as reader
@@ -308,8 +308,3 @@ def test_a_prepared_folder_given_as_text_is_refused_with_its_manifest(tmp_path: 
     prepared(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts(3)))
     with pytest.raises(ValueError, match=r"is a prepared corpus: train on it with --data .*/out/manifest\.json"):
         documents(tmp_path / "out")
-
-
-def test_names_are_printed_whatever_their_bytes() -> None:
-    assert shown("a\udce9") == "a\\xe9"
-    assert json.dumps(shown("a\udce9"))

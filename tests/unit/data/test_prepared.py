@@ -169,6 +169,21 @@ def test_a_shard_that_was_swapped_damaged_or_lost_is_named(tmp_path: Path) -> No
     read_first()
 
 
+def test_a_damaged_footer_of_a_shard_ends_no_process(tmp_path: Path) -> None:
+    """Of a column whose statistics are damaged pyarrow answers nothing: it aborts."""
+    corpus(tmp_path, num=9, piece_bytes=10**9)
+    path = min((tmp_path / "out" / "shards").iterdir())
+    whole, config = path.read_bytes(), PreparedTokens.of(str(tmp_path / "out" / "manifest.json"), 48)
+    num_named, footer = 0, len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    for at in range(footer + 100, footer + 250):  # the columns of the first row group, with their statistics
+        path.write_bytes(whole[:at] + b"\xf8" + whole[at + 1 :])
+        try:
+            config.open().read(0)
+        except ValueError as error:
+            num_named += path.name in str(error)
+    assert num_named > 10
+
+
 # ------------------------------------------------------------ manifests that change or grow
 
 

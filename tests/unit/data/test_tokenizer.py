@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from elastic_ring.data.tokenizer import BYTES, PART_BYTES, open_tokenizer, parts_of
-from tests.unit.data.corpora import prepared, texts, texts_of, tokens_of, write_jsonl
+from tests.unit.data.corpora import prepared, texts, texts_of, tokens_of, trained_bpe, write_jsonl
 
 tokenizers = pytest.importorskip("tokenizers")
 END = "<|end|>"
@@ -17,15 +17,8 @@ END = "<|end|>"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A byte-level BPE of 400 tokens, as `save_pretrained` lays it out."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(texts(200), trainer)
+    """As `save_pretrained` lays it out."""
+    made = trained_bpe(END)
     made.post_processor = tokenizers.processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
     path = tmp_path / "tokenizer"
     path.mkdir()
