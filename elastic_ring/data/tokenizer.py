@@ -92,7 +92,15 @@ def open_tokenizer(where: str, end_of_document: str | None = None) -> Tokenizer:
     if not fast.exists() and not any((folder / name).exists() for name in (CONFIG, "tokenizer.model", "vocab.json")):
         raise ValueError(f"tokenizer={where!r}: holds no {FAST} and no other tokenizer's files")
     ids, encode = _open_fast(fast) if fast.exists() else _open_slow(folder)
-    token = end_of_document or _end_of_sequence(folder)
+    token = end_of_document or None
+    for path in (folder / CONFIG, folder / "special_tokens_map.json"):
+        if token is None and path.exists():
+            try:
+                saved = plain_json(read_small(path)).get("eos_token")
+            except (OSError, ValueError, AttributeError) as error:  # no JSON, no UTF-8, no object
+                raise ValueError(f"tokenizer={where!r}: {path.name} cannot be read: {error}") from error
+            saved = saved.get("content") if isinstance(saved, dict) else saved
+            token = None if saved is None else str(saved)
     if token is None:
         raise ValueError(
             f"tokenizer={where!r}: names no eos_token; say which token ends a document (--end-of-document)"
@@ -143,20 +151,6 @@ def _open_slow(folder: Path) -> tuple[dict[str, int], Encode]:
         return ids
 
     return slow.get_vocab(), encode
-
-
-def _end_of_sequence(folder: Path) -> str | None:
-    """The folder's own end-of-sequence token."""
-    for name in (CONFIG, "special_tokens_map.json"):
-        if (folder / name).exists():
-            try:
-                token = plain_json(read_small(folder / name)).get("eos_token")
-            except (OSError, ValueError, AttributeError) as error:  # no JSON, no UTF-8, no object
-                raise ValueError(f"tokenizer={str(folder)!r}: {name} cannot be read: {error}") from error
-            token = token.get("content") if isinstance(token, dict) else token
-            if token is not None:
-                return str(token)
-    return None
 
 
 def folder_digest(folder: Path, end: int) -> str:

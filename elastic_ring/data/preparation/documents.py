@@ -109,7 +109,7 @@ def read_documents(piece: Piece, content: Content, tally: Tally) -> Iterator[byt
     listed, and for bad input where `tally` says so; StorageFailed where the storage is away."""
     filesystem, _ = located(piece.uri)
     for span in piece.spans:
-        name = span.name
+        name = span.file.name
         size = reading(span.file.path, partial(filesystem.get_file_info, span.file.path)).size
         if size != span.file.num_bytes:
             raise ValueError(
@@ -226,7 +226,7 @@ class _SpanReader:
     # ------------------------------------------------------------ records and rows
 
     def _refuse(self, problem: str) -> None:
-        self.tally.leave_out(f"{self.span.name}: {problem}", self.span.num_bytes)
+        self.tally.leave_out(f"{self.span.file.name}: {problem}", self.span.num_bytes)
 
     def _record(self, raw: Any, parse: Callable[[Any], Any], where: str) -> Iterator[bytes]:
         """The document of a record, or none of a bad one: no JSON or no UTF-8, no object, no text, nested too deep."""
@@ -240,7 +240,7 @@ class _SpanReader:
             if isinstance(error, KeyError):
                 problem = f"has no {self._missing_columns(value)}"
             self.tally.num_records += 1
-            self.tally.leave_out_record(f"{self.span.name}: {where} {problem}")
+            self.tally.leave_out_record(f"{self.span.file.name}: {where} {problem}")
         else:
             yield document
 
@@ -257,7 +257,7 @@ class _SpanReader:
             if value is not None and len(value) > MAX_RECORD_BYTES:
                 self.tally.num_records += 1
                 problem = f"has {len(value):,} bytes: there may be {MAX_RECORD_BYTES:,}"
-                self.tally.leave_out_record(f"{self.span.name}: {where} {problem}")
+                self.tally.leave_out_record(f"{self.span.file.name}: {where} {problem}")
             else:
                 yield b"" if value is None else value.to_pybytes()
 

@@ -36,10 +36,6 @@ class Span:
     stop: int = WHOLE
 
     @property
-    def name(self) -> str:
-        return self.file.name
-
-    @property
     def part(self) -> str:
         """Which part of its file it is, for messages; empty for the whole."""
         return f" (part {self.start} to {self.stop})" if self.stop != WHOLE else ""

@@ -136,9 +136,9 @@ class PieceWorker:
         except Exception as error:
             if len(batch) > 1:
                 return [each for document in batch for each in self._encoded([document], piece, tally)]
-            begins = batch[0][:40].decode(errors="replace")
+            name, begins = piece.spans[0].file.name, batch[0][:40].decode(errors="replace")
             tally.leave_out_record(
-                f"{piece.spans[0].name}: the document {begins!r}... at or after its beginning cannot be tokenised: "
+                f"{name}: the document {begins!r}... at or after its beginning cannot be tokenised: "
                 f"{type(error).__name__}: {error}"
             )
             return []
@@ -155,7 +155,9 @@ class PieceWorker:
                 if self.tokenizer.encode_texts is not None:
                     document.decode()
             except UnicodeDecodeError:
-                tally.leave_out_record(f"{piece.spans[0].name}: document {number} from its beginning on is no UTF-8")
+                tally.leave_out_record(
+                    f"{piece.spans[0].file.name}: document {number} from its beginning on is no UTF-8"
+                )
             else:
                 yield document
 

@@ -10,7 +10,7 @@ import logging
 import pickle
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import ray
 import ray.data
@@ -84,7 +84,20 @@ def over_cluster(
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        for row in _dataset(workers, job, task, pieces).iter_rows():
+        attempt = secrets.token_hex(4)
+        works = (pickle.dumps((attempt, job, task, piece)) for piece in pieces)
+        rows = [{"number": number, "work": work} for number, work in enumerate(works)]
+        if workers is None:
+            num_cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
+            pool = ray.data.ActorPoolStrategy(min_size=1, max_size=num_cpus, initial_size=min(num_cpus, len(pieces)))
+        else:
+            pool = ray.data.ActorPoolStrategy(size=min(workers, len(pieces)))
+        dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
+        context = dataset.context
+        context.enable_progress_bars = context.print_on_execution_start = False  # ours counts bytes
+        largest = max(piece.num_bytes for piece in pieces)
+        context.execution_no_progress_timeout_s = NO_PROGRESS_S + largest // SLOW_BYTES_PER_S
+        for row in dataset.map(_PoolWorker, compute=pool, num_cpus=1).iter_rows():
             if row["error"]:
                 raise getattr(errors, row["error"], ValueError)(row["message"])
             record = from_plain(PieceRecord, plain_json(row["record"])) if row["record"] else None
@@ -94,21 +107,3 @@ def over_cluster(
     finally:
         logger.setLevel(level)
     PieceWorker(job).storage.remove_folder(ATTEMPTS)
-
-
-def _dataset(workers: int | None, job: Job, task: str, pieces: Sequence[Piece]) -> Any:
-    attempt = secrets.token_hex(4)
-    rows = [
-        {"number": number, "work": pickle.dumps((attempt, job, task, piece))} for number, piece in enumerate(pieces)
-    ]
-    if workers is None:
-        num_cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
-        pool = ray.data.ActorPoolStrategy(min_size=1, max_size=num_cpus, initial_size=min(num_cpus, len(pieces)))
-    else:
-        pool = ray.data.ActorPoolStrategy(size=min(workers, len(pieces)))
-    dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
-    context = dataset.context
-    context.enable_progress_bars = context.print_on_execution_start = False  # ours counts bytes
-    largest = max(piece.num_bytes for piece in pieces)
-    context.execution_no_progress_timeout_s = NO_PROGRESS_S + largest // SLOW_BYTES_PER_S
-    return dataset.map(_PoolWorker, compute=pool, num_cpus=1)

@@ -267,8 +267,8 @@ def test_a_file_that_may_not_be_read_is_a_bad_input_and_no_storage_that_is_away(
     """Tests may run as root, to whom no file is closed."""
 
     def read(self: reader._SpanReader) -> object:
-        if self.span.name == "b.jsonl":
-            raise PermissionError(13, "Permission denied", self.span.name)
+        if self.span.file.name == "b.jsonl":
+            raise PermissionError(13, "Permission denied", self.span.file.name)
         return whole(self)
 
     whole = reader._SpanReader.documents
