@@ -132,12 +132,7 @@ def prepared_data(
             f"data.digest={data.digest[:16]}...: {shown_url(data.uri)} has {manifest.digest[:16]} now: restore the "
             "manifest, or start a run of another name without it"
         )
-    says: dict[str, Any] = {
-        "vocab_size": manifest.vocab_size,
-        "end_of_document": manifest.end_of_document,
-        "align_tokens": manifest.align_tokens,
-        "column": manifest.column,
-    }
+    says = {name: getattr(manifest, name) for name in OF_MANIFEST if name != "digest"}
     for name, value in says.items():
         if getattr(data, name) not in (OF_MANIFEST[name], value):
             way_out = " (prepare it anew with --align-tokens)" if name == "align_tokens" else ": leave it out"

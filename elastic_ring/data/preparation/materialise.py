@@ -39,7 +39,6 @@ READ_ONCE = {
     "ray.data.iterator.DataIterator": "an iterator of a Ray dataset",
     "torch.utils.data.dataset.IterableDataset": "an IterableDataset of torch",
     "torch.utils.data.dataloader.DataLoader": "a DataLoader",
-    "collections.abc.Iterator": "an iterator",
 }
 
 
@@ -83,9 +82,8 @@ def as_source(data: Any, step: StepConfig) -> Any:
         raise ValueError(
             f"data is a DatasetDict of {', '.join(data)}: give one of its datasets, data[{next(iter(data))!r}]"
         )
-    once = next((kind for name, kind in READ_ONCE.items() if name in names), None)
-    if once is None and hasattr(data, "__next__"):
-        once = "an iterator"
+    is_iterator = "an iterator" if hasattr(data, "__next__") else None
+    once = next((kind for name, kind in READ_ONCE.items() if name in names), is_iterator)
     if once is not None:
         raise ValueError(
             f"data is {once}, which can be read only once and in one order: after a failure a step is run again on "
@@ -122,7 +120,7 @@ def materialised(source: DatasetTokens, uri: str, session: Session | None = None
     storage, kind = Storage(uri).open(), kind_of(source.dataset)
     tokenizer = open_tokenizer(source.tokenizer, source.end_of_document)
     named = {"tokenizer": tokenizer.sha256, "text_column": source.text_column}
-    settings: Mapping[str, str | int] = {**named, "align_tokens": source.align_tokens}
+    decides: Mapping[str, str | int] = {**named, "align_tokens": source.align_tokens}
     if storage.exists(INPUT_RECORD):
         try:
             record = from_plain(InputRecord, plain_json(storage.read_record(INPUT_RECORD)))
@@ -130,8 +128,8 @@ def materialised(source: DatasetTokens, uri: str, session: Session | None = None
             raise ValueError(
                 f"{storage.at(INPUT_RECORD)}: does not say what was written there; give a run of another name"
             ) from error
-        if record.settings != settings:
-            raise ValueError(f"{uri}: was prepared with {record.settings}, not {settings}; give a run of another name")
+        if record.settings != decides:
+            raise ValueError(f"{uri}: was prepared with {record.settings}, not {decides}; give a run of another name")
         total = hashlib.sha256()
         for column in _columns(source):
             _add(total, column)
@@ -145,7 +143,7 @@ def materialised(source: DatasetTokens, uri: str, session: Session | None = None
         log.info("the %s dataset is written to %s and prepared there, since a run reads by index", kind, uri)
         storage.remove_folder(INPUT)  # what a kill left
         sha256, num_documents = _write(source, storage)
-        record = InputRecord(sha256, num_documents, settings)
+        record = InputRecord(sha256, num_documents, decides)
         storage.replace(INPUT_RECORD, json.dumps(dataclasses.asdict(record)).encode())
     if not storage.exists(f"{TOKENS}/{MANIFEST}"):
         config = PrepareConfig(
