@@ -22,6 +22,7 @@ if __name__ == "__main__":  # run as a script
 from benchmarks.harness import results
 from benchmarks.harness.arguments import bench_parser, list_of
 from elastic_ring.control import coordination
+from elastic_ring.control.coordination import journal_line
 from elastic_ring.control.messages import (
     CoordinatorStarted,
     Event,
@@ -36,7 +37,6 @@ from elastic_ring.control.messages import (
     WorkerLost,
     WorkerReady,
 )
-from elastic_ring.control.replay import journal_line
 from elastic_ring.control.state import State, members, phase_name
 from elastic_ring.errors import ElasticRingError
 from tests.sim.simulator import faults

@@ -1,4 +1,5 @@
-"""The control core: the pure function `advance(state, event, now) -> Decision` and its transition table.
+"""The control core: the pure function `advance(state, event, now) -> Decision`, its transition table, and the journal
+lines from which a restarted coordinator replays it: the same events must give the same commands again.
 
 The coordinator actor, the simulator and the property tests run it. No clock, no I/O, no ray and no torch may enter.
 `now` is in seconds, on any clock that does not go back within a term.
@@ -6,15 +7,18 @@ The coordinator actor, the simulator and the property tests run it. No clock, no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import zip_longest
+from textwrap import shorten
+from typing import Any, TypeVar
 
-from elastic_ring.control import building, forming, messages, phases, reconnect, recovery
+from elastic_ring.control import forming, messages, phases, reconnect, recovery
 from elastic_ring.control.capacity import scaling, worker_pool
 from elastic_ring.control.decisions import callbacks, data_order, memory_ladder, replacements
-from elastic_ring.control.facts import Fact
-from elastic_ring.control.messages import Command, Event, MemberEvent
+from elastic_ring.control.facts import Fact, fact_of, line_of
+from elastic_ring.control.messages import Command, Event, MemberEvent, from_json, to_json
 from elastic_ring.control.options import ControlOptions
 from elastic_ring.control.state import (
     Building,
@@ -28,12 +32,15 @@ from elastic_ring.control.state import (
     Reconnecting,
     Running,
     State,
+    Transition,
     num_able_to_form,
 )
-from elastic_ring.control.transition import Transition
-from elastic_ring.errors import IllegalTransition
+from elastic_ring.errors import ElasticRingError, IllegalTransition, JournalDamaged
 
 _STORY_LENGTH = 20
+MAX_COMMAND_CHARS = 200
+"""Characters of a command in an error."""
+JournalLine = TypeVar("JournalLine", bound=Mapping[str, Any])
 Handler = Callable[[Transition, Any], None]
 # Unions take longer to make than to check, and these are checked in every event.
 _UNSETTLED = Reconnecting | Ended
@@ -133,7 +140,7 @@ def _ignore(ctx: Transition, event: Any) -> None:
 
 
 _LOSSES: dict[type, Callable[[Transition, tuple[LostWorker, ...]], None]] = {
-    Building: building.lost,
+    Building: phases.building_lost,
     Running: phases.running_lost,
     Closing: phases.closing_lost,
     Finishing: phases.running_lost,
@@ -168,11 +175,11 @@ _BY_PHASE: dict[type, dict[type, Handler]] = {
     Forming: {**_EVERYWHERE, messages.Report: _ignore, messages.Published: _ignore},
     Building: {
         **_EVERYWHERE,
-        messages.Resumed: building.resumed,
-        messages.Report: building.paused_early,
-        messages.Published: building.published,
-        messages.BuildFailed: building.build_failed,
-        messages.MemberFailed: building.member_failed,
+        messages.Resumed: phases.resumed,
+        messages.Report: phases.paused_early,
+        messages.Published: phases.building_published,
+        messages.BuildFailed: phases.build_failed,
+        messages.MemberFailed: phases.building_member_failed,
         messages.CallbacksAwaited: callbacks.awaited,
     },
     Running: {
@@ -225,7 +232,7 @@ def _settle(ctx: Transition) -> None:
     if isinstance(ctx.phase, Reconnecting):
         reconnect.settle(ctx)
     if isinstance(ctx.phase, Building):
-        building.expire(ctx)
+        phases.expire_building(ctx)
     if isinstance(ctx.phase, Finishing):
         phases.expire_finishing(ctx)
     scaling.release_surplus(ctx)
@@ -262,34 +269,134 @@ def next_deadline(state: State) -> float | None:
     # Where no worker may be started, an expired backoff must not tick without end.
     allowed_at = _may_start_workers_at(state)
     due += [max(at, allowed_at) for at in worker_pool.start_deadlines(state)] if allowed_at is not None else []
-    due += _phase_deadlines(state)
-    return min(due, default=None)
-
-
-def _phase_deadlines(state: State) -> list[float]:
     phase, options = state.phase, state.options
     match phase:
         case Building():
-            return [phase.deadline if phase.asked_again else phase.ask_again_at]
+            due.append(phase.deadline if phase.asked_again else phase.ask_again_at)
         case Reconnecting():
-            return [phase.deadline if phase.asked_again else phase.deadline - options.timeouts.hello_s / 2]
+            due.append(phase.deadline if phase.asked_again else phase.deadline - options.timeouts.hello_s / 2)
         case Closing() if recovery.is_any_silent(state):
-            return [phase.deadline if phase.asked_again else phase.deadline - options.timeouts.report_s / 2]
+            due.append(phase.deadline if phase.asked_again else phase.deadline - options.timeouts.report_s / 2)
         case Finishing():
-            return [phase.deadline]
+            due.append(phase.deadline)
         case Running():
             _, grow_at = phases.boundary_reasons(state)
-            wants_growth = grow_at is not None and "grow" not in phase.boundary
-            due = phase.deadline, phase.save_by, grow_at if wants_growth else None, callbacks.deadline(state)
-            return [at for at in due if at is not None]
-        case Forming():
-            if phase.full_since is not None:
-                return [phase.full_since + options.spare_grace_s]
-            if num_able_to_form(state) // options.scaling.cp < options.scaling.min_dp:
-                return []
-            # A worker that shows progress in starting has its own deadline.
-            if state.pool.total.visible:
-                return []
-            soon = phase.incident is not None and not state.pool.total.starting
-            return [phase.since + (options.spare_grace_s if soon else options.timeouts.start_s)]
-    return []
+            grow_at = grow_at if "grow" not in phase.boundary else None
+            answer_by = state.callbacks.deadline if state.callbacks.awaited is not None else None
+            due += [at for at in (phase.deadline, phase.save_by, grow_at, answer_by) if at is not None]
+        case Forming() if phase.full_since is not None:
+            due.append(phase.full_since + options.spare_grace_s)
+        case Forming() if num_able_to_form(state) // options.scaling.cp >= options.scaling.min_dp:
+            if not state.pool.total.visible:  # a worker that shows progress in starting has its own deadline
+                is_soon = phase.incident is not None and not state.pool.total.starting
+                due.append(phase.since + (options.spare_grace_s if is_soon else options.timeouts.start_s))
+    return min(due, default=None)
+
+
+# ---------------------------------------------------------------- the journal
+
+
+def journal_line(event: Event | Fact, decision: Decision, now: float) -> dict[str, Any]:
+    """The journal line of one event, written before its commands are sent. `term` is the writer's.
+
+    An event that changed nothing (`decision.state` is the state before) need not be written; a fact must be.
+    """
+    if isinstance(event, Fact):
+        return line_of(event)
+    return {
+        "now": now,
+        "term": decision.state.term,
+        "event": to_json(event),
+        "commands": packed(decision.commands),
+        "reason": decision.reason,
+    }
+
+
+def packed(commands: Iterable[Command]) -> list[dict[str, Any]]:
+    """Commands as JSON. Equal commands to consecutive workers become one, with `workers` instead of `worker`.
+
+    A `Build` lists all members, so n copies of it would have n * n names.
+    """
+    lines: list[dict[str, Any]] = []
+    last: object = None
+    for command in commands:
+        fields = dict(vars(command))  # to JSON only once for thousands of equal commands
+        worker = fields.pop("worker", None)
+        if worker is not None and (type(command), fields) == last:
+            lines[-1]["workers"].append(worker)
+            continue
+        line = to_json(command)
+        if worker is not None:
+            del line["worker"]
+            line["workers"] = [worker]
+        lines.append(line)
+        last = (type(command), fields) if worker is not None else None
+    return lines
+
+
+def term_note(term: int, num_lines: int) -> dict[str, Any]:
+    """The first line of a coordinator of `term`, with the number of lines that it has read. See `standing`."""
+    return {"note": "term", "term": term, "num_lines": num_lines}
+
+
+def standing(lines: Iterable[JournalLine]) -> list[JournalLine]:
+    """The lines that count: lines that a replaced coordinator wrote after its successor had read the journal do not.
+
+    It sent no commands for them, because it checks for a newer term before it sends.
+    """
+    kept: list[tuple[int, JournalLine]] = []
+    term = 0
+    for number, line in enumerate(lines):
+        if line.get("note") == "term":
+            kept = [(place, earlier) for place, earlier in kept if place < line["num_lines"]]
+            term = line["term"]
+        if line.get("term", term) >= term:
+            kept.append((number, line))
+    return [line for _, line in kept]
+
+
+def replay(
+    options: ControlOptions,
+    lines: Iterable[str | Mapping[str, Any]],
+    show: Callable[[Event | Fact, Sequence[Command]], None] = lambda event, commands: None,
+) -> State:
+    """The state after all lines, which are JSON texts or parsed mappings. `show` gets each event with its commands.
+
+    Skipped, because no commands were sent for them: lines of an older term than one before them, which a replaced
+    coordinator wrote, and an incomplete last line. Also notes that are no facts.
+
+    Raises: JournalDamaged at the first other line that cannot be read or whose commands differ.
+    """
+    state, now = initial(options), 0.0
+    entries = list(lines)
+    for number, entry in enumerate(entries, 1):
+        event: Any
+        try:
+            line = json.loads(entry) if isinstance(entry, str) else entry
+            if "note" in line:
+                event, recorded = fact_of(line), []
+            else:
+                event, now, recorded = from_json(line["event"]), float(line["now"]), line["commands"]
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(entries) and isinstance(error, ValueError):
+                break
+            raise JournalDamaged(f"line {number} cannot be read: {error}", line=number) from error
+        if event is None or line.get("term", state.term) < state.term:
+            continue
+        try:
+            decision = advance(state, event, now)
+        except ElasticRingError as error:
+            raise JournalDamaged(f"line {number} has no place here: {error}", line=number) from error
+        commands = packed(decision.commands)
+        # Compare texts: a NaN in a vote is unequal to itself.
+        if json.dumps(commands, sort_keys=True) != json.dumps(recorded, sort_keys=True):
+            wrong = next((pair for pair in zip_longest(recorded, commands) if pair[0] != pair[1]), (recorded, commands))
+            texts = [shorten(str(command), MAX_COMMAND_CHARS, placeholder="...") for command in wrong]
+            raise JournalDamaged(
+                f"line {number} records other commands than its event gives: {texts[0]}, not {texts[1]}; was it "
+                "written by another version?",
+                line=number,
+            )
+        state = decision.state
+        show(event, decision.commands)
+    return state

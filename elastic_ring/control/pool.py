@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from operator import add, sub
 from typing import Any, NamedTuple, TypeVar, overload
 
+from elastic_ring.control.messages import with_changes
+
 K = TypeVar("K")
 V = TypeVar("V")
 D = TypeVar("D")
-T = TypeVar("T")
 _ABSENT: Any = object()
 
 
@@ -183,16 +184,6 @@ def _merged(first: _Heap | None, second: _Heap | None) -> _Heap | None:
     if left is None or left[1] < right[1]:
         left, right = right, left
     return first[0], 1 + (right[1] if right is not None else 0), left, right
-
-
-def with_changes(value: T, **changes: Any) -> T:
-    """`dataclasses.replace` for a class that derives nothing from its fields: it runs several times per event."""
-    fields = value.__dict__.copy()
-    fields.update(changes)
-    assert len(fields) == len(value.__dict__), changes.keys() - value.__dict__.keys()
-    new = object.__new__(type(value))
-    object.__setattr__(new, "__dict__", fields)
-    return new
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elastic_ring.control import phases, recovery
 from elastic_ring.control.capacity import worker_pool
-from elastic_ring.control.decisions import callbacks, data_order, memory_ladder
+from elastic_ring.control.decisions import data_order, memory_ladder
 from elastic_ring.control.messages import CoordinatorStarted, Hello, MemberFailed, Report, Status
 from elastic_ring.control.pool import Versions
 from elastic_ring.control.state import (
@@ -18,11 +18,11 @@ from elastic_ring.control.state import (
     LostWorker,
     Reconnecting,
     Running,
+    Transition,
     expect,
     membership_of,
     next_awaited,
 )
-from elastic_ring.control.transition import Transition
 
 
 def adopt(ctx: Transition, event: CoordinatorStarted) -> None:
@@ -78,7 +78,10 @@ def _restart_clocks(ctx: Transition) -> None:
         # If the wall clock was set back meanwhile, `restart_delay_s` after this time must not come too late.
         change = replace(change, resumed_at=min(change.resumed_at, ctx.now))
     ctx.state = replace(ctx.state, workers=workers, nodes=nodes, pool_changed_at=ctx.now, last_change=change)
-    callbacks.restart_clock(ctx)
+    callbacks = ctx.state.callbacks
+    if callbacks.awaited is not None:  # the driver has first to find this coordinator
+        by = ctx.now + options.timeouts.hello_s + options.timeouts.callback_s
+        ctx.set(callbacks=replace(callbacks, deadline=by))
 
 
 def answered(ctx: Transition, event: Status) -> None:

@@ -7,26 +7,56 @@ shard, else from the newest checkpoint. Pure, no I/O.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-from elastic_ring.control import forming
-from elastic_ring.control.decisions import crash_loop, data_order, memory_ladder, quorum
-from elastic_ring.control.forming import Beginning, order_build
-from elastic_ring.control.messages import Report, Vote, WorkerLost
-from elastic_ring.control.placement import policy
+from elastic_ring.control.decisions import crash_loop, data_order, memory_ladder, quorum, replacements
+from elastic_ring.control.messages import Build, Checkpoint, Report, SnapshotId, Standby, Vote, WorkerLost, with_changes
+from elastic_ring.control.placement import copies, policy
 from elastic_ring.control.state import (
     Building,
+    Change,
     Closing,
     FirstCause,
+    Forming,
     GoBack,
     Incident,
     LostWorker,
     Membership,
     State,
+    Transition,
+    avoided,
+    domains_of,
+    end_step,
     expect,
+    gpus_on,
     next_awaited,
+    node_of,
+    reserved,
+    spares,
 )
-from elastic_ring.control.transition import Transition
+from elastic_ring.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The state from which a mesh begins at `step`; the fields as in `Build`."""
+
+    step: int
+    roll_forward: Vote | None = None
+    fresh: bool = False
+    restore: Checkpoint | None = None
+    step_back: SnapshotId | None = None
+    keep: SnapshotId | None = None
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether live state is given up for an earlier one."""
+        return self.restore is not None or self.step_back is not None
+
+    @property
+    def source(self) -> str:
+        return "checkpoint" if self.restore is not None else "copy" if self.step_back is not None else "replica"
 
 
 def open_incident(
@@ -50,12 +80,6 @@ def learn_first_cause(ctx: Transition, text: str, *, is_symptom: bool = False) -
     first = ctx.state.first_cause
     if first.step != ctx.state.committed or (first.is_symptom and not is_symptom):
         ctx.set(first_cause=FirstCause(ctx.state.committed, text, is_symptom))
-
-
-def first_cause(state: State) -> str:
-    """The cause that first broke the next step off, as text for the end of the run; empty without one."""
-    first = state.first_cause
-    return f"The first cause: {first.text}. " if first.step == state.committed and first.text else ""
 
 
 def add_losses(incident: Incident, losses: tuple[LostWorker, ...]) -> Incident:
@@ -149,7 +173,7 @@ def rebuild(
         memory_ladder.climb_after_deaths(ctx, incident)
     base = incident.base or membership
     is_later = membership is not base and membership.mesh == base.mesh
-    situation = forming.situation_of(
+    situation = situation_of(
         ctx.state,
         base.mesh,
         target_dp,
@@ -183,7 +207,7 @@ def _nobody_holds(
 ) -> None:
     """A shard has no live holder: begin from snapshots, a checkpoint or the seed, or end the run."""
     if step == 0 and ctx.state.committed == 0 and not incident.undone:
-        forming.begin_again(ctx, membership, None, "no step was ever committed: a fresh start")
+        begin_again(ctx, membership, None, "no step was ever committed: a fresh start")
         return
     # Its result was voted, and applying it raised on every holder: in the step itself, or in the build after it.
     if incident.raised_step == step - 1 and not incident.lost:
@@ -219,7 +243,10 @@ def _go_back(
 ) -> None:
     """Go back on purpose, although every shard may be held: to the newest copies or checkpoint before `back`."""
     ctx.set(checkpoints=data_order.checkpoints_before(back, ctx.state.checkpoints))
-    older = data_order.with_copies_before(back, reports)
+    older = {
+        worker: replace(report, copies=tuple(copy for copy in report.copies if copy.snapshot.step < back.first_step))
+        for worker, report in reports.items()
+    }
     if not _step_back(ctx, membership, incident, back.why, situation, older):
         reason = f"no copies and no checkpoint are from before step {back.first_step}"
         data_order.end_without_rollback(ctx, back.last_step, back.why, reason)
@@ -239,7 +266,7 @@ def _step_back(
     if snapshots is None or (checkpoint is not None and snapshots.snapshot.step < checkpoint.step):
         if checkpoint is not None:
             why = f"{why}: back to the checkpoint of step {checkpoint.step}"
-            forming.begin_again(ctx, membership, incident, why)
+            begin_again(ctx, membership, incident, why)
         return checkpoint is not None
     situation = replace(
         situation,
@@ -268,3 +295,156 @@ def _wait(ctx: Transition, incident: Incident, short: policy.NotEnoughWorkers) -
     if phase.waiting != reason:
         ctx.edit_phase(waiting=reason, incident=incident)
         ctx.explain(f"every shard is held; waiting for {reason}")
+
+
+def begin_again(ctx: Transition, membership: Membership, incident: Incident | None, why: str) -> None:
+    """No live state is left: every member becomes a spare, and the next mesh begins from storage or from the seed.
+
+    A draining member has nothing to hand over any more, and leaves now: it would keep its GPU.
+    """
+    ready = ctx.ready_among(membership.everyone)
+    draining = [worker for worker in ready if ctx.state.workers[worker].draining]
+    for worker in ready:
+        if worker not in draining:
+            ctx.send(Standby(ctx.cause, worker, ctx.state.term, ctx.state.generation))
+    ctx.release(draining)
+    ctx.enter(Forming(ctx.now, incident=incident))
+    ctx.explain(why)
+
+
+# ---------------------------------------------------------------- the next build
+
+
+def situation_of(state: State, mesh: Mesh, target_dp: int, **reports: Any) -> policy.Situation:
+    """The input of `policy.plan`: the pool of this state, and the fields that follow from `reports` of members."""
+    return policy.Situation(
+        mesh=mesh,
+        target_dp=target_dp,
+        spares=spares(state),
+        node_of=node_of(state),
+        min_dp=state.options.scaling.min_dp,
+        gpus_on=gpus_on(state),
+        domains_of=domains_of(state),
+        reserved=reserved(state),
+        avoided=avoided(state),
+        **reports,
+    )
+
+
+def order_build(
+    ctx: Transition, plan: policy.Plan, incident: Incident, beginning: Beginning, situation: policy.Situation
+) -> None:
+    step = beginning.step
+    rounds = ctx.state.rounds.again(step)
+    ctx.set(rounds=rounds)
+    if rounds.count > ctx.options.round_limit:
+        ctx.end("RunFailed", _no_commit_reason(ctx.state, incident, rounds.count, step), step=step)
+        return
+    data_order.switch_manifest(ctx, step)
+    if incident.back is not None and beginning.goes_back:
+        data_order.leave_out(ctx, incident.back, step)
+        incident = replace(incident, back=None)
+    state = ctx.state
+    donors = tuple((sender, newcomer) for heal in plan.heals for newcomer in heal.newcomers for sender in heal.senders)
+    membership = Membership(state.term, state.generation, plan.mesh, plan.members, step, plan.leaving, donors)
+    placement = copies.CopyPlacement()
+    nodes = tuple(situation.node_of[worker] for worker in plan.members)
+    if mode := ctx.options.copy_mode(plan.mesh):
+        placement = copies.place(plan.mesh, copies.failure_places(nodes, situation.domains_of, mode), mode)
+    order = Build(
+        ctx.cause,
+        "",
+        state.term,
+        state.generation,
+        plan.mesh,
+        plan.members,
+        step,
+        beginning.roll_forward,
+        plan.heals,
+        beginning.fresh,
+        beginning.restore,
+        beginning.step_back,
+        beginning.keep,
+        placement.copy_holders,
+        placement.parity_groups,
+        ctx.options.memory_reliefs[: state.memory.num_reliefs],
+        state.corpus,
+        state.skips,
+        bool(incident.saves_for) and not beginning.goes_back,
+        nodes,
+    )
+    if state.fruitless_builds:
+        _free_gpus(ctx, plan, situation)
+    senders = {sender for heal in plan.heals for sender in heal.senders}
+    for worker in (*plan.members, *(worker for worker in plan.leaving if worker in senders)):
+        ctx.send(with_changes(order, worker=worker))  # thousands: `dataclasses.replace` would look at each field
+    if beginning.goes_back:
+        incident = replace(incident, undone=incident.undone + max(0, state.committed - step))
+        ctx.set(committed=step, newest_vote=None, given_up=SnapshotId(step, membership.id))
+    ctx.set(last_change=_change(ctx.state, plan, incident, beginning, situation))
+    replacements.note_replacement(ctx, incident, plan.mesh, plan.members)
+    # An error of the user's code before this build has no meaning after it.
+    incident = replace(incident, raised_step=None)
+    limit_s = state.options.building_s(restores=beginning.restore is not None)
+    ask_again_at = ctx.now + state.options.timeouts.build_s / 2
+    ctx.enter(Building(membership, order, incident, ctx.now + limit_s, ask_again_at))
+    start = f"; roll forward step {beginning.roll_forward.step}" if beginning.roll_forward else ""
+    start += f"; back to the copies of step {step}" if beginning.step_back is not None else ""
+    ctx.explain(f"generation {state.generation} at step {step}: {plan.reason} ({plan.promise}){start}")
+
+
+def _change(
+    state: State, plan: policy.Plan, incident: Incident, beginning: Beginning, situation: policy.Situation
+) -> Change:
+    base, step, forward = incident.base, beginning.step, incident.rolled_forward
+    rerun = base is not None and not incident.planned and forward is None and step < end_step(state)
+    newcomers = set(plan.newcomers)
+    stayed = set(base.members) if base is not None and beginning.fresh else set(plan.members) - newcomers
+    return Change(
+        term=state.term,
+        generation=state.generation,
+        mesh=plan.mesh,
+        previous_mesh=base.mesh if base else None,
+        members=plan.members,
+        step=step,
+        cause=incident.cause,
+        action=plan.action,
+        promise=plan.promise,
+        reason=plan.reason,
+        lost=incident.lost,
+        drained=tuple(worker for worker in plan.leaving if worker in situation.draining),
+        newcomers=plan.newcomers,
+        survivors=tuple(w for w in plan.members if w in stayed) if base else (),
+        rolled_forward=forward if beginning.step_back is None else None,
+        step_rerun=step if rerun else None,
+        planned=bool(incident.planned) and not incident.lost,
+        noticed_at=incident.noticed_at,
+        restored=beginning.restore,
+        steps_undone=incident.undone,
+        source=beginning.source,
+    )
+
+
+def _free_gpus(ctx: Transition, plan: policy.Plan, situation: policy.Situation) -> None:
+    """After a failed build without a death, send `Standby` again to the spares on the newcomers' nodes.
+
+    If a `Standby` was lost, or an older coordinator stopped before it sent it, a spare still uses a GPU that counts as
+    free, and the newcomer would wait for that GPU in every attempt.
+    """
+    crowded = {situation.node_of[worker] for worker in plan.newcomers} & set(situation.gpus_on)
+    placed = set(plan.members)
+    for worker in situation.spares:
+        if worker not in placed and situation.node_of[worker] in crowded:
+            ctx.send(Standby(ctx.cause, worker, ctx.state.term, ctx.state.generation))
+
+
+def _no_commit_reason(state: State, incident: Incident, num_builds: int, step: int) -> str:
+    lost = "; ".join(f"{loss.worker} on {loss.node}: {loss.reason} {loss.detail}".strip() for loss in incident.lost)
+    first = state.first_cause
+    is_known = first.step == step and bool(first.text)
+    nobody = "nobody" if is_known and not first.is_symptom else "nobody; look at the links between the nodes"
+    return (
+        f"the ring was built {num_builds} times at step {step} and no step was committed. "
+        f"{f'The first cause: {first.text}. ' if is_known else ''}The last cause: {incident.cause}. "
+        f"Lost: {lost or nobody}"
+    )

@@ -20,10 +20,9 @@ from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
 from elastic_ring import Callback, ElasticRingTrainer, OptimConfig, Result, RunConfig, ScalingConfig, StepConfig
-from elastic_ring.control.coordination import advance, initial
+from elastic_ring.control.coordination import advance, initial, replay, standing
 from elastic_ring.control.facts import Fact, fact_of
 from elastic_ring.control.messages import from_json
-from elastic_ring.control.replay import replay, standing
 from elastic_ring.control.state import Ended
 from elastic_ring.data.sampling.validation import ValidationSet
 from elastic_ring.data.source import PreparedTokens, SourceConfig, StdlibText

@@ -28,8 +28,7 @@ TAKES_OVER = {
     "NodeMonitor._on_message": "the coordinator's thread of connections",
     "Coordinator.notify": "a call of a worker to the coordinator",
     "Decider._handle": "the deciding thread",
-    "Worker.command": "a call of the coordinator to a worker",
-    "Worker._obey": "a worker's control thread",
+    "Worker.command": "a worker's control thread",
     "Worker._build_and_train": "a worker's training thread",
     "Worker._report_failure": "a worker's training thread",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, TypeVar
 
-from elastic_ring.control import coordination, replay
+from elastic_ring.control import coordination
 from elastic_ring.control.capacity.worker_pool import STANDBY_AFTER_S
 from elastic_ring.control.facts import Fact
 from elastic_ring.control.messages import (
@@ -51,7 +51,7 @@ class Bench:
         decision = coordination.advance(self.state, event, self.now)
         invariants.check(self.state, event, decision)
         if decision.state is not self.state or decision.commands or isinstance(event, Fact):
-            self.journal.append(json.dumps(replay.journal_line(event, decision, self.now)))
+            self.journal.append(json.dumps(coordination.journal_line(event, decision, self.now)))
         self.state, self.sent, self.reason = decision.state, decision.commands, decision.reason
         return self.sent
 

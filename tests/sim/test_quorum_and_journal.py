@@ -8,11 +8,10 @@ import typing
 import pytest
 
 from elastic_ring.control import messages
-from elastic_ring.control.coordination import Decision, advance
+from elastic_ring.control.coordination import Decision, advance, journal_line, replay, standing, term_note
 from elastic_ring.control.decisions.quorum import decide
 from elastic_ring.control.facts import StepSkipped
 from elastic_ring.control.messages import Build, Heal, Published, Report, Vote, from_json, to_json
-from elastic_ring.control.replay import journal_line, replay, standing, term_note
 from elastic_ring.control.state import Ended, Idle, Phase, State, members
 from elastic_ring.errors import JournalDamaged
 from elastic_ring.mesh import Mesh

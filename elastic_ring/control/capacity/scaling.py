@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from elastic_ring.control.capacity import worker_pool
 from elastic_ring.control.messages import DrainNode, ScaleRequested
-from elastic_ring.control.state import Running, State, end_step, expect, num_able_to_form, spares
-from elastic_ring.control.transition import Transition
+from elastic_ring.control.state import Running, State, Transition, end_step, expect, num_able_to_form, spares
 
 PACE_STEPS = 3
 """Fewer steps say nothing about how long one takes."""

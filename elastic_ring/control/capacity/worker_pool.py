@@ -20,8 +20,7 @@ from elastic_ring.control.messages import (
     WorkerStarting,
 )
 from elastic_ring.control.pool import Node, Pool, Worker
-from elastic_ring.control.state import LostWorker, Running, State, membership_of
-from elastic_ring.control.transition import Transition
+from elastic_ring.control.state import LostWorker, Running, State, Transition, membership_of
 
 
 def node_joined(ctx: Transition, event: NodeJoined) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic_ring.control.messages import Answer, CallbacksAnswered, CallbacksAwaited
-from elastic_ring.control.state import Running, State, membership_of
-from elastic_ring.control.transition import Transition
+from elastic_ring.control.state import State, Transition, membership_of
 
 
 def awaited(ctx: Transition, event: CallbacksAwaited) -> None:
@@ -50,19 +49,6 @@ def expire(ctx: Transition) -> None:
     if callbacks.awaited is not None and ctx.now >= callbacks.deadline:
         answered(ctx, CallbacksAnswered(ctx.cause, callbacks.awaited))
         ctx.explain(f"no answer within {ctx.options.timeouts.callback_s:g} s")
-
-
-def restart_clock(ctx: Transition) -> None:
-    """For a new coordinator: the driver has first to find it."""
-    callbacks = ctx.state.callbacks
-    if callbacks.awaited is not None:
-        timeouts = ctx.options.timeouts
-        ctx.set(callbacks=replace(callbacks, deadline=ctx.now + timeouts.hello_s + timeouts.callback_s))
-
-
-def deadline(state: State) -> float | None:
-    callbacks = state.callbacks
-    return callbacks.deadline if isinstance(state.phase, Running) and callbacks.awaited is not None else None
 
 
 def _send(ctx: Transition, step: int) -> None:

@@ -8,12 +8,11 @@ count together only if the same ring, which has the same sequences, died in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from elastic_ring.control.decisions import data_order
 from elastic_ring.control.decisions.memory_ladder import OUT_OF_MEMORY
-from elastic_ring.control.state import Crash, Incident, LostWorker, end_step
-from elastic_ring.control.transition import Transition
+from elastic_ring.control.state import Crash, Incident, Transition, end_step
 from elastic_ring.mesh import Mesh
 
 OF_ONE_DEVICE = ("poisoned device", "device error", "computed wrongly")
@@ -31,7 +30,12 @@ def end_if_crash_loop(ctx: Transition, incident: Incident, mesh: Mesh, step: int
         return False
     earlier = tuple(before for before in ctx.state.crashes if before.step == crash.step)
     ctx.set(crashes=(*earlier, crash))
-    counted = with_one_cause(ctx.state.crashes)
+    # The largest set of these crashes that one cause can explain, in order. All are of one step.
+    crashes = ctx.state.crashes
+    own = [crash for crash in crashes if _is_own(crash)]
+    causes = {key for crash in crashes if not _is_own(crash) for key in _keys(crash)}
+    agreeing = [[crash for crash in crashes if crash in own or key in _keys(crash)] for key in sorted(causes, key=str)]
+    counted = max([own, *agreeing], key=len)
     if len(counted) < ctx.options.run.crash_loop_limit:
         return False
     if crash.step < end_step(ctx.state):
@@ -56,19 +60,19 @@ def crash_of(incident: Incident, mesh: Mesh, step: int, total_steps: int) -> Cra
     """
     if incident.planned or any(lost.reason == "node lost" for lost in incident.lost):
         return None
-    deaths = [lost for lost in incident.lost if _in_own_work(lost, step, total_steps)]
+    deaths = []
+    for lost in incident.lost:
+        if lost.global_rank is None or lost.draining or lost.reason in OF_ONE_DEVICE:
+            continue
+        # If step k kills in apply, its vote may be known already; then the step that runs next is k + 1.
+        is_of_step = lost.step == step or (lost.phase == "apply" and lost.step == step - 1)
+        is_finalizing = step >= total_steps and lost.phase == FINALIZE
+        if is_finalizing or (is_of_step and lost.phase in STEP_PHASES):
+            deaths.append(lost)
     if not deaths:
         return None
     blamed = min(lost.step for lost in deaths)
     return Crash(blamed, mesh, tuple(lost for lost in deaths if lost.step == blamed))
-
-
-def with_one_cause(crashes: Sequence[Crash]) -> list[Crash]:
-    """The largest set of these crashes that one cause can explain, in order. All are of one step."""
-    own = [crash for crash in crashes if _is_own(crash)]
-    causes = {key for crash in crashes if not _is_own(crash) for key in _keys(crash)}
-    agreeing = [[crash for crash in crashes if crash in own or key in _keys(crash)] for key in sorted(causes, key=str)]
-    return max([own, *agreeing], key=len)
 
 
 def describe(crashes: Iterable[Crash]) -> str:
@@ -81,16 +85,6 @@ def describe(crashes: Iterable[Crash]) -> str:
             deaths.append(f"{lost.worker} (rank {lost.global_rank} on {lost.node}) in {lost.phase}: {how}")
         texts.append(f"({number}) {', '.join(deaths)}")
     return "; ".join(texts)
-
-
-def _in_own_work(lost: LostWorker, step: int, total_steps: int) -> bool:
-    if lost.global_rank is None or lost.draining or lost.reason in OF_ONE_DEVICE:
-        return False
-    if step >= total_steps and lost.phase == FINALIZE:
-        return True
-    # If step k kills in apply, its vote may be known already; then the step that runs next is k + 1.
-    of_this = lost.step == step or (lost.phase == "apply" and lost.step == step - 1)
-    return of_this and lost.phase in STEP_PHASES
 
 
 def _is_own(crash: Crash) -> bool:

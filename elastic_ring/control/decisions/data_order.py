@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from elastic_ring.control.messages import (
@@ -26,10 +26,8 @@ from elastic_ring.control.messages import (
     CorpusRecalled,
     CorpusVersion,
     MemberFailed,
-    Report,
 )
-from elastic_ring.control.state import Closing, Counted, Forming, GoBack, Reconnecting, State, end_step
-from elastic_ring.control.transition import Transition
+from elastic_ring.control.state import Closing, Counted, Forming, GoBack, Reconnecting, State, Transition, end_step
 
 NEAR_STEPS = 64
 """A place within so many steps after the last one counts as the same."""
@@ -120,13 +118,6 @@ def checkpoints_before(back: GoBack, checkpoints: Sequence[Checkpoint]) -> tuple
     return tuple(checkpoint for checkpoint in checkpoints if checkpoint.step < back.first_step)
 
 
-def with_copies_before(back: GoBack, reports: Mapping[str, Report]) -> dict[str, Report]:
-    return {
-        worker: replace(report, copies=tuple(copy for copy in report.copies if copy.snapshot.step < back.first_step))
-        for worker, report in reports.items()
-    }
-
-
 def leave_out(ctx: Transition, back: GoBack, step: int) -> None:
     """Before a build at `step` is ordered: from there on leave out the batches used up to the last step to undo. Later
     skips are forgotten with the steps that are undone."""
@@ -144,7 +135,7 @@ def facts(state: State) -> dict[str, str]:
     return {key: json.dumps(records) for key, records in (("corpus", versions), ("skips", skips)) if records}
 
 
-def take_facts(facts: dict[str, Any]) -> tuple[tuple[CorpusVersion, ...], tuple[BatchSkip, ...]]:
+def take_facts(facts: dict[str, str]) -> tuple[tuple[CorpusVersion, ...], tuple[BatchSkip, ...]]:
     return _decoded({key: json.loads(facts.pop(key, "[]")) for key in ("corpus", "skips")})
 
 

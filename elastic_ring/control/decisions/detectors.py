@@ -18,7 +18,7 @@ from typing import Literal
 from elastic_ring.config import RunConfig
 from elastic_ring.control.facts import CheckpointWritten, DataAwaited, Fact, MemoryNearlyFull, RankStraggled
 from elastic_ring.control.messages import CauseIds, MemoryTight, StragglerFound
-from elastic_ring.control.state import Membership, State, membership_of
+from elastic_ring.control.state import State, membership_of
 from elastic_ring.mesh import Mesh
 
 MIN_STEPS = 16
@@ -309,9 +309,9 @@ class Detectors:
         self.checkpoints.observe(measured.step + 1, measured.now)
         findings: list[Finding] = []
         if self.data.observe(measured.step_s, measured.data_wait_s):
-            share = round(self.data.share, 3)
-            text = f"training waits for its data: {share:.0%} of the time of the steps up to {measured.step}"
-            findings.append(DataAwaited(share, measured.step, text))
+            waited = round(self.data.share, 3)
+            text = f"training waits for its data: {waited:.0%} of the time of the steps up to {measured.step}"
+            findings.append(DataAwaited(waited, measured.step, text))
         membership, group, straggler, tight = membership_of(state), measured.membership_id, None, None
         if self.stragglers is not None:
             straggler = self.stragglers.observe(group, measured.mesh, measured.step_s, measured.work_s)
@@ -332,15 +332,14 @@ class Detectors:
             ratio = round(straggler.ratio, 3)
             findings.append(RankStraggled(worker, node, straggler.global_rank, ratio, measured.step, text))
             findings.append(StragglerFound(self._cause(), worker, straggler.ratio))
-        return findings if tight is None else findings + self._tight_memory(tight, measured.step, membership)
-
-    def _tight_memory(self, tight: Tight, step: int, membership: Membership) -> list[Finding]:
-        if tight.place == "device":
-            worker = membership.members[tight.global_rank]
-            owner = f"{worker}, rank {tight.global_rank}, had {100 * tight.share:.0f} % of its device's memory in use"
-        else:
+        if tight is not None:
             worker, owner = "", f"a node had {100 * tight.share:.0f} % of what its guard allows in use"
-        text = f"memory pressure: {owner} in {PRESSURE_STEPS} steps in a row"
-        remark = "" if self._run.memory_pressure == "act" else "; nothing is done (memory_pressure=log)"
-        fact = MemoryNearlyFull(tight.place, round(tight.share, 4), worker, step, text + remark)
-        return [fact, MemoryTight(self._cause(), tight.place, step, text)]
+            if tight.place == "device":
+                worker, share = membership.members[tight.global_rank], f"{100 * tight.share:.0f} %"
+                owner = f"{worker}, rank {tight.global_rank}, had {share} of its device's memory in use"
+            text = f"memory pressure: {owner} in {PRESSURE_STEPS} steps in a row"
+            remark = "" if self._run.memory_pressure == "act" else "; nothing is done (memory_pressure=log)"
+            rounded = round(tight.share, 4)
+            findings.append(MemoryNearlyFull(tight.place, rounded, worker, measured.step, text + remark))
+            findings.append(MemoryTight(self._cause(), tight.place, measured.step, text))
+        return findings

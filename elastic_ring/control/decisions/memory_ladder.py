@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic_ring.control.messages import MemberFailed, MemoryTight
-from elastic_ring.control.state import Incident, MemoryLadder, Running, State
-from elastic_ring.control.transition import Transition
+from elastic_ring.control.state import Incident, MemoryLadder, Running, State, Transition
 
 RELIEFS_ON = {"cpu": ("caches", "recompute"), "cuda": ("caches", "recompute", "offload")}
 """Device type -> the reliefs that keep the bits, from the cheapest on. `train.memory` carries them out."""

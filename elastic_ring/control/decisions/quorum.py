@@ -97,8 +97,10 @@ def _all(reports: Mapping[str, Report], cp: int, given_up: SnapshotId | None) ->
     held: dict[SnapshotId, list[tuple[str, HeldCopy]]] = defaultdict(list)
     for worker, report in reports.items():
         for copy in report.copies:
-            if not _is_of_steps_given_up(copy.snapshot, given_up):
-                held[copy.snapshot].append((worker, copy))
+            snapshot = copy.snapshot
+            is_older = given_up is not None and snapshot.membership_id < given_up.membership_id
+            if given_up is None or not is_older or snapshot.step <= given_up.step:
+                held[snapshot].append((worker, copy))
     every = [_restorable(snapshot, copies) for snapshot, copies in held.items()]
     return [each for each in every if len({*each.holders.values(), *each.sources}) == cp]
 
@@ -106,24 +108,15 @@ def _all(reports: Mapping[str, Report], cp: int, given_up: SnapshotId | None) ->
 def living(reports: Mapping[str, Report], given_up: SnapshotId | None) -> dict[str, Report]:
     """The reports without the live state of steps that were given up.
 
-    A member that missed the `Build` that went back still has it, and must not bring these steps back.
+    A member that missed the `Build` that went back still has state that is older, and must not bring these steps back.
     """
+    if given_up is None:
+        return dict(reports)
     bare = {"applied": 0, "shard": None, "vote": None, "last_vote": None, "has_gradient": False}
     return {
-        worker: replace(report, **bare) if is_given_up(report, given_up) else report  # type: ignore[arg-type]
+        worker: replace(report, **bare) if (0, 0) != report.state_id < given_up.membership_id else report  # type: ignore[arg-type]
         for worker, report in reports.items()
     }
-
-
-def is_given_up(report: Report, given_up: SnapshotId | None) -> bool:
-    """Whether the live state in this report is older than the newest `Build` that went back."""
-    return given_up is not None and (0, 0) != report.state_id < given_up.membership_id
-
-
-def _is_of_steps_given_up(snapshot: SnapshotId, given_up: SnapshotId | None) -> bool:
-    if given_up is None:
-        return False
-    return snapshot.membership_id < given_up.membership_id and snapshot.step > given_up.step
 
 
 def _restorable(snapshot: SnapshotId, held: list[tuple[str, HeldCopy]]) -> Restorable:

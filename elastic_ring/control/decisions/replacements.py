@@ -12,8 +12,17 @@ from dataclasses import replace
 
 from elastic_ring.control.capacity import worker_pool
 from elastic_ring.control.messages import MemberFailed, Release, Standby, StragglerFound
-from elastic_ring.control.state import Incident, Membership, Running, State, Suspects, able_to_form, expect, members
-from elastic_ring.control.transition import Transition
+from elastic_ring.control.state import (
+    Incident,
+    Membership,
+    Running,
+    State,
+    Suspects,
+    Transition,
+    able_to_form,
+    expect,
+    members,
+)
 from elastic_ring.mesh import Mesh
 
 

@@ -116,12 +116,11 @@ class _Counted:
     @lru_cache(maxsize=2)  # noqa: B019  asked each second, and placing the parity of 2,000 ranks takes as long
     def worst(self) -> tuple[int, ...]:
         """The worst outcome of the death of a member, and of the loss of one and of two places."""
-        return (self.a_process(), *(self.places(num) for num in range(1, min(len(set(self.on)), 3))))
-
-    def a_process(self) -> int:
-        if self.mesh.dp > 1:
-            return SPARE if self.is_process_covered else self._without(1, self.num_able)
-        return without_holder(self.mesh, self.mode, self.has_checkpoints)
+        if self.mesh.dp == 1:
+            a_process = without_holder(self.mesh, self.mode, self.has_checkpoints)
+        else:
+            a_process = SPARE if self.is_process_covered else self._without(1, self.num_able)
+        return (a_process, *(self.places(num) for num in range(1, min(len(set(self.on)), 3))))
 
     def places(self, number: int) -> int:
         able = dict(self.able)

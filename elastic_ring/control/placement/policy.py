@@ -404,23 +404,22 @@ def _describe(situation: Situation, mesh: Mesh, members: tuple[str, ...]) -> Pla
     placed = set(members)
     leaving = tuple(w for w in (*situation.holders, *situation.empty) if w not in placed)
     heals = () if situation.fresh else heals_of(situation, mesh, members)
-    action = "formed" if situation.fresh else _action(situation, mesh, newcomers, placed)
     old = situation.members
+    # A spare that was healed in an attempt that failed later is no newcomer now, but still counts as a spare here.
+    num_spares = len(placed - set(old))
+    if situation.fresh:
+        action = "formed"
+    elif mesh.dp != situation.mesh.dp:
+        action = "mesh shrank" if mesh.dp < situation.mesh.dp else "grew"
+    elif any(worker in situation.draining and worker not in placed for worker in old):
+        action = "drained"
+    elif num_spares:
+        action = "spare took its place" if num_spares == 1 else "spares took their places"
+    else:
+        action = "healed in place" if newcomers else "rebuilt in place"
     in_place = mesh == situation.mesh and all(
         new == before or before not in placed for new, before in zip(members, old, strict=False)
     )
     promise = "bit-exact" if in_place or situation.fresh else "sample-exact"
     reason = f"{action}: {mesh}, {len(newcomers)} newcomer(s), {len(leaving)} leaving"
     return Plan(mesh, members, heals, newcomers, leaving, action, promise, reason)
-
-
-def _action(situation: Situation, mesh: Mesh, newcomers: tuple[str, ...], placed: set[str]) -> str:
-    if mesh.dp != situation.mesh.dp:
-        return "mesh shrank" if mesh.dp < situation.mesh.dp else "grew"
-    if any(worker in situation.draining and worker not in placed for worker in situation.members):
-        return "drained"
-    # A spare that was healed in an attempt that failed later is no newcomer now, but still counts as a spare here.
-    num_spares = len(placed - set(situation.members))
-    if num_spares:
-        return "spare took its place" if num_spares == 1 else "spares took their places"
-    return "healed in place" if newcomers else "rebuilt in place"

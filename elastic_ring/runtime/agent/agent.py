@@ -244,9 +244,9 @@ class NodeAgent:
         readable = [fd for fd, _ in poll.poll((EARLY_PERIOD_S if early else PERIOD_S) * 1e3)]
         with self._lock:
             for key in self._exits.ending() if early else ():
-                if (watched := self._watched.get(key)) is not None:  # the cause is reported when it is known
-                    watched.ending = True
-                    self._report(watched, "its process is ending", time.monotonic())
+                if (ending := self._watched.get(key)) is not None:  # the cause is reported when it is known
+                    ending.ending = True
+                    self._report(ending, "its process is ending", time.monotonic())
             for notice in self._exits.wait(0):
                 if notice.key != COORDINATOR:
                     self._report_death(notice)
@@ -257,7 +257,15 @@ class NodeAgent:
             if early and now - self._looked_at < PERIOD_S:
                 return
             self._looked_at = now
-            self._look_for_hangs()
+            observations = []
+            for watched in self._watched.values():
+                stamp = watched.stamps.read()
+                watched.last = stamp or watched.last
+                reading = self._proc.read(watched.pid, stamp.tid if stamp else None)
+                observations.append(Observation(watched.worker, watched.pid, stamp, reading))
+            for hang in self._detector.tick(now, observations):
+                self._watched[hang.worker].hang = hang.describe()
+                self._kill(hang.worker, hang.describe())
             self._look_at_memory(now)
             self._report_bad_gpus()
             if self._link is not None and now - self._link.beat_at >= self._spec.timeouts.beat_s:
@@ -361,17 +369,6 @@ class NodeAgent:
         """Remove the stamps of a dead worker; the run's folder stays for new workers."""
         watched.stamps.close()
         watched.stamps.path.unlink(missing_ok=True)
-
-    def _look_for_hangs(self) -> None:
-        observations = []
-        for watched in self._watched.values():
-            stamp = watched.stamps.read()
-            watched.last = stamp or watched.last
-            reading = self._proc.read(watched.pid, stamp.tid if stamp else None)
-            observations.append(Observation(watched.worker, watched.pid, stamp, reading))
-        for hang in self._detector.tick(time.monotonic(), observations):
-            self._watched[hang.worker].hang = hang.describe()
-            self._kill(hang.worker, hang.describe())
 
     def _look_at_memory(self, now: float) -> None:
         """Kill the worker that grew, before Ray or the kernel chooses another process."""

@@ -17,14 +17,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import ray
 
 from elastic_ring.config import environment
 from elastic_ring.control.capacity.scaling import can_save
 from elastic_ring.control.capacity.worker_pool import vacant_nodes
-from elastic_ring.control.coordination import Decision, advance, next_deadline
+from elastic_ring.control.coordination import Decision, advance, journal_line, next_deadline, replay, term_note
 from elastic_ring.control.decisions import callbacks, data_order
 from elastic_ring.control.facts import Fact, ResumedFrom
 from elastic_ring.control.messages import (
@@ -53,11 +53,9 @@ from elastic_ring.control.messages import (
     from_json,
 )
 from elastic_ring.control.phases import awaits_newest
-from elastic_ring.control.replay import journal_line, replay, term_note
 from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, waiting_for
 from elastic_ring.errors import IllegalTransition, JournalDamaged, OtherFormat, RunFailed, StaleMessage, TermLost
 from elastic_ring.monitor.goodput import Stages
-from elastic_ring.monitor.metrics import ResumePoint
 from elastic_ring.runtime.agent.messages import Death, Said
 from elastic_ring.runtime.agent.rpc import raise_open_files
 from elastic_ring.runtime.coordinator.checkpoints import PRIOR_FAILURE_S, Writer
@@ -106,6 +104,7 @@ from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, 
 from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart, Notice
 from elastic_ring.runtime.ray_head import is_kept, warn_if_shorter
 from elastic_ring.runtime.terms import Terms
+from elastic_ring.runtime.worker.coordinator_client import WorkerDescription
 from elastic_ring.runtime.worker.faults import SLOW_SAVE_S, inject_into_coordinator
 from elastic_ring.runtime.worker.saver import CheckpointTerms
 
@@ -279,7 +278,17 @@ class Decider:
             ),
             is_restart=self.is_restart,
         )
-        self.storage = TermStorage.of(run_spec, opened.claim, terms, self.storage_wait, self.put, self._author)
+
+        def author(writer: Writer) -> Writer:
+            """The writer of manifests, with what it gets from the records and the state of the run."""
+            return replace(
+                writer,
+                resumed_from=lambda: self.recorder.totals.resumed_from,
+                data=lambda: {name: [*map(asdict, getattr(self.state, name))] for name in ("corpus", "skips")},
+                inject=self._inject_into_commit,
+            )
+
+        self.storage = TermStorage.of(run_spec, opened.claim, terms, self.storage_wait, self.put, author)
         self.storage.watch.open()
         self.note(term_note(opened.term, opened.num_written))
         self.recorder = RunRecorder(run, self.note, self.clock, self.storage_wait)
@@ -318,18 +327,6 @@ class Decider:
             MetricsExporter(run, self.recorder, step_flops(run_spec.task)),
         )
         self.services.demand.open(goes_on=any(line.get("note") == "demand" for line in opened.lines))
-
-    def _author(self, writer: Writer) -> Writer:
-        """The writer of manifests, with what it gets from the records and the state of the run."""
-
-        def data() -> dict[str, list[object]]:
-            state = self.state
-            return {"corpus": [*map(asdict, state.corpus)], "skips": [*map(asdict, state.skips)]}
-
-        def resumed_from() -> Sequence[ResumePoint]:
-            return self.recorder.totals.resumed_from
-
-        return replace(writer, resumed_from=resumed_from, data=data, inject=self._inject_into_commit)
 
     def _take(self, ticked_at: float) -> float:
         """Handle due deadlines, then one queued event, so that neither can starve the other. Returns the time of the
@@ -382,7 +379,13 @@ class Decider:
             case StepsPublished(records):
                 self._publish(records)
             case CallbacksSaid(event, counts):
-                self._on_answer(event, counts)
+                self._decide(event)
+                is_taken = callbacks.is_taken(self.state, event)
+                if is_taken and event.keeps:
+                    self.storage.checkpoints.keep(event.step)
+                if is_taken and event.stop:
+                    self.recorder.recoveries.say(f"stopped by a callback after {event.step} steps: {event.stop}")
+                counts.put(is_taken)
             case FaultAsked(index, worker, answer):
                 fired = self.recorder.recoveries.fired.get(index)
                 if fired is None:
@@ -439,10 +442,11 @@ class Decider:
             self.recorder.recoveries.resumed(event.worker, extra)
             self.recorder.built(event.worker, extra)
         if isinstance(event, WorkerReady):
-            self.recorder.recoveries.worker_started(event.worker, event.pid, extra.get("environment", {}))
-            self.recorder.stages(event.worker, extra.get("stages", ()))
-            self.node_monitor.watch_worker(event.worker, event.node, extra)
-            for line in self.node_monitor.failing_limits(event.worker, extra["limits"]):
+            described = cast(WorkerDescription, extra)
+            self.recorder.recoveries.worker_started(event.worker, event.pid, described["environment"])
+            self.recorder.stages(event.worker, described["stages"])
+            self.dispatch.watch(described)
+            for line in self.node_monitor.failing_limits(event.worker, described["limits"]):
                 self.recorder.recoveries.say(line)
         if isinstance(event, Report):
             self._publish(extra.get("records", []))
@@ -458,15 +462,6 @@ class Decider:
         if isinstance(event, Finalized):
             self.dispatch.weights_sha256 = event.weights_sha256
         self._decide(event)
-
-    def _on_answer(self, event: CallbacksAnswered, counts: queue.Queue[bool]) -> None:
-        self._decide(event)
-        is_taken = callbacks.is_taken(self.state, event)
-        if is_taken and event.keeps:
-            self.storage.checkpoints.keep(event.step)
-        if is_taken and event.stop:
-            self.recorder.recoveries.say(f"stopped by a callback after {event.step} steps: {event.stop}")
-        counts.put(is_taken)
 
     def grant_fault(self, index: int, worker: str) -> bool:
         """As `Coordinator.fault`; called by other threads."""
@@ -538,12 +533,13 @@ class Decider:
         if self.driver_feed.ended is not None:
             return
         newest = self.recorder.newest_vote
-        if (
-            newest is not None
-            and newest != self.state.newest_vote
-            and (starts_closing(event) or awaits_newest(self.state, newest, self.clock()))
-        ):
-            self._apply(Published(self.cause(), newest))
+        if newest is not None and newest != self.state.newest_vote:
+            # Any other event may lead to a quorum, which the newest published result must then be part of; or to a
+            # checkpoint, for which the step under way must be known.
+            pool = NodeJoined | NodesListed | ScaleRequested | WorkerStarting | WorkerReady
+            starts_none = isinstance(event, Tick | Published | pool | Resumed | CheckpointsKnown)
+            if not starts_none or awaits_newest(self.state, newest, self.clock()):
+                self._apply(Published(self.cause(), newest))
         self._apply(event)
 
     def _apply(self, event: Event) -> None:
@@ -566,7 +562,11 @@ class Decider:
         for command in decision.commands:
             if isinstance(command, Release) and command.wrong:
                 self.recorder.found_wrong(command.wrong, [command.worker])
-        self.dispatch.send(decision.commands, self.recorder.metrics.last_step, self._checkpoint_terms())
+        num_losses, resume = sum(self.recorder.recoveries.num_lost().values()), self.run_spec.resume
+        mean_s = (now - self.recorder.begin.started_s + PRIOR_FAILURE_S) / (1 + num_losses)
+        wants_first = not (self.recorder.totals.checkpoints or resume.checkpoints)
+        terms = CheckpointTerms(self.run_spec.attempt, resume.lineage, mean_s, wants_first)
+        self.dispatch.send(decision.commands, self.recorder.metrics.last_step, terms)
         if not isinstance(self.state.phase, Building):
             self.dispatch.end_meeting()
         if isinstance(before.phase, Reconnecting) and isinstance(self.state.phase, Running):
@@ -576,14 +576,6 @@ class Decider:
         if isinstance(self.state.phase, Ended) and self.driver_feed.ended is None:
             end = self.state.phase.end
             self.shutdown.finish(end.error, end.message, dict(end.facts))
-
-    def _checkpoint_terms(self) -> CheckpointTerms:
-        num_losses = sum(self.recorder.recoveries.num_lost().values())
-        seen_s = self.clock() - self.recorder.begin.started_s
-        mean_s = (seen_s + PRIOR_FAILURE_S) / (1 + num_losses)
-        resume = self.run_spec.resume
-        wants_first = not (self.recorder.totals.checkpoints or resume.checkpoints)
-        return CheckpointTerms(self.run_spec.attempt, resume.lineage, mean_s, wants_first)
 
     # ------------------------------------------------------------ small parts
 
@@ -615,10 +607,3 @@ class Decider:
             checkpoint_failing_s=self._checkpoints_failing_s,
         )
         self.recorder.live = self.node_monitor.live(live)
-
-
-def starts_closing(event: Event) -> bool:
-    """Whether this event may lead to a quorum, which the newest published result must then be part of; or to a
-    checkpoint, for which the step under way must be known."""
-    pool = NodeJoined | NodesListed | ScaleRequested | WorkerStarting | WorkerReady
-    return not isinstance(event, Tick | Published | pool | Resumed | CheckpointsKnown)

@@ -38,7 +38,7 @@ from elastic_ring.state.checkpoints.checkpoint import commit, committed, set_asi
 from elastic_ring.state.checkpoints.manifest import COMMIT, FOLDER, Manifest, age_key, located, read_manifest
 from elastic_ring.state.checkpoints.retention import UNFINISHED_AFTER_S, keep, prune
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS_FOLDER
-from elastic_ring.state.storage.backend import Retries, Upload
+from elastic_ring.state.storage.backend import Retries
 from elastic_ring.state.storage.folder import Storage
 
 log = logging.getLogger(__name__)
@@ -392,18 +392,18 @@ class StoredCheckpoints:
     def abort_old_uploads(self) -> None:
         """Abort uploads that earlier submissions left, which no listing of objects shows: of checkpoints, whose writers
         are gone, and of weights that nobody has gone on with for an hour."""
-        own, stale_unix_s = f"/attempt-{self._writer.attempt[:8]}-", time.time() - UNFINISHED_AFTER_S
-
-        def is_old(upload: Upload) -> bool:
+        attempt, num_aborted = self._writer.attempt, 0
+        for upload in self.storage.uploads():
             if upload.path.startswith(f"{FOLDER}/"):
-                return not self._writer.attempt or own not in upload.path
-            return upload.path.startswith(WEIGHTS_FOLDER) and upload.begun_unix_s <= stale_unix_s
-
-        old = [upload for upload in self.storage.uploads() if is_old(upload)]
-        for upload in old:
-            self.storage.abort(upload)
-        if old:
-            log.info("aborted %d upload(s) that earlier submissions left in %s", len(old), self.storage.uri)
+                is_old = not attempt or f"/attempt-{attempt[:8]}-" not in upload.path
+            else:
+                is_stale = upload.begun_unix_s <= time.time() - UNFINISHED_AFTER_S
+                is_old = upload.path.startswith(WEIGHTS_FOLDER) and is_stale
+            if is_old:
+                self.storage.abort(upload)
+                num_aborted += 1
+        if num_aborted:
+            log.info("aborted %d upload(s) that earlier submissions left in %s", num_aborted, self.storage.uri)
 
     # ------------------------------------------------------------ what does not count any more
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from elastic_ring.control.messages import (
     Command,
     DrainNode,
     EndRun,
-    Event,
     Finalize,
     Hello,
     KillWorker,
@@ -40,7 +39,7 @@ from elastic_ring.runtime.agent.stamp_dir import stamp_folder
 from elastic_ring.runtime.coordinator.inbox import Happened, Put, WorkerFound
 from elastic_ring.runtime.driver.cluster import Cluster, leave_node, watch_ref
 from elastic_ring.runtime.groups.transport import RendezvousStore, StoreAddress, common_host
-from elastic_ring.runtime.worker.coordinator_client import CommandDetails
+from elastic_ring.runtime.worker.coordinator_client import CommandDetails, WorkerDescription
 from elastic_ring.runtime.worker.saver import CheckpointTerms
 
 log = logging.getLogger(__name__)
@@ -121,7 +120,7 @@ class Dispatcher:
         for worker in state.workers.values():
             handle = self._cluster.find_worker(worker.worker)
             if handle is None:
-                self._happened(WorkerLost(self._cause(), worker.worker, "unreachable", "Ray knows it no more"))
+                self._put(Happened(WorkerLost(self._cause(), worker.worker, "unreachable", "Ray knows it no more")))
                 continue
             self._handles[worker.worker] = handle
             if worker.status == "starting":  # its answer went to the old coordinator
@@ -169,22 +168,18 @@ class Dispatcher:
         for worker in list(self._handles):
             self._node_monitor.kill(worker, "end of run")
 
-    def watch(self, described: Mapping[str, Any]) -> None:
-        """Watch a worker that an earlier coordinator started, unless it has been lost meanwhile."""
-        worker = described["worker"]
-        handle = self._handles.get(worker)
+    def watch(self, described: WorkerDescription) -> None:
+        """Watch a worker that is ready, unless it has been lost meanwhile."""
+        handle = self._handles.get(described["worker"])
         if handle is not None:
-            self._node_monitor.watch_worker(worker, described["node"], {**described, "handle": handle})
+            self._node_monitor.watch_worker(described, handle)
 
     # ------------------------------------------------------------ parts
-
-    def _happened(self, event: Event) -> None:
-        self._put(Happened(event))
 
     def _start(self, command: StartWorker) -> None:
         node = self._node_monitor.info(command.node)
         if node is None:
-            self._happened(WorkerLost(command.cause, command.worker, "died", "its node is gone"))
+            self._put(Happened(WorkerLost(command.cause, command.worker, "died", "its node is gone")))
             return
         self._ray_calls.put(self._start_on, command.worker, node)
 
@@ -195,21 +190,25 @@ class Dispatcher:
             log.exception("%s could not be started", worker)
             is_ours = isinstance(error, ElasticRingError)
             detail = f"{error}" if is_ours else f"Ray refuses to start it: {type(error).__name__}: {error}"
-            self._happened(WorkerLost(self._cause(), worker, "start-failed", detail))
+            self._put(Happened(WorkerLost(self._cause(), worker, "start-failed", detail)))
 
-    def _started(self, worker: str, started: dict[str, Any] | None, error: BaseException | None) -> None:
+    def _started(self, worker: str, started: WorkerDescription | None, error: BaseException | None) -> None:
         if error is not None or started is None:
-            reason = "start-failed" if is_own_error(error) else "died"
-            self._happened(WorkerLost(self._cause(), worker, reason, f"{error}"))
+            # An error of the worker's own process would come again.
+            is_own = isinstance(error, RayTaskError) or (
+                isinstance(error, ActorDiedError) and "creation task" in str(error)
+            )
+            reason = "start-failed" if is_own else "died"
+            self._put(Happened(WorkerLost(self._cause(), worker, reason, f"{error}")))
             return
         if started["fingerprint"] != self._fingerprint:
             detail = (
                 f"it reads another corpus ({started['fingerprint'][:16]}) than the driver ({self._fingerprint[:16]})"
             )
-            self._happened(WorkerLost(self._cause(), worker, "start-failed", detail))
+            self._put(Happened(WorkerLost(self._cause(), worker, "start-failed", detail)))
             return
         ready = WorkerReady(self._cause(), worker, started["node"], started["pid"])
-        self._put(Happened(ready, {**started, "handle": self._handles.get(worker)}))
+        self._put(Happened(ready, started))
 
     def _kill(self, command: KillWorker) -> None:
         was_sent = self._node_monitor.kill(command.worker, command.reason)
@@ -220,7 +219,7 @@ class Dispatcher:
         self._killed.add(command.worker)
         if not was_sent:
             self._ray_calls.put(self._cluster.remove_worker, command.worker)
-            self._happened(WorkerLost(command.cause, command.worker, "unreachable", command.reason))
+            self._put(Happened(WorkerLost(command.cause, command.worker, "unreachable", command.reason)))
 
     def _tell(self, command: Any, details: CommandDetails) -> None:
         handle = self._handles.get(command.worker)
@@ -232,7 +231,7 @@ class Dispatcher:
             if isinstance(error, ActorDiedError):
                 # The agent's notice comes first, with the signal and the log tail; this is the fallback.
                 lost = WorkerLost(self._cause(), command.worker, "died", "Ray: the actor is dead")
-                threading.Timer(AGENT_FIRST_S, self._happened, args=(lost,)).start()
+                threading.Timer(AGENT_FIRST_S, self._put, args=(Happened(lost),)).start()
             elif error is not None:
                 log.warning("%s: %s to %s: %s", command.cause, type(command).__name__, command.worker, error)
 
@@ -250,8 +249,3 @@ class Dispatcher:
             self._meeting = Meeting(identity, RendezvousStore(common_host(self._address, nodes), hosts), hosts)
         store = self._meeting.store
         return StoreAddress(store.host, store.port, store.secret, tuple(self._meeting.hosts))
-
-
-def is_own_error(error: BaseException | None) -> bool:
-    """Whether a start failed with an error of the worker's own process, which would come again."""
-    return isinstance(error, RayTaskError) or (isinstance(error, ActorDiedError) and "creation task" in str(error))

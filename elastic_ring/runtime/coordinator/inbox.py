@@ -1,6 +1,9 @@
 """Data that threads exchange with the coordinator's deciding thread: the messages in its queue, and the driver's feed.
 
-`agent.messages.Death` and `Said` go into the queue, too. No decisions here.
+The queue gives the calls of workers and drivers, the agents' messages and the clock one order: a step that is published
+before a failure is part of the quorum that follows. So Ray's threads and the connections' thread hand over what they
+get, and stay free for heartbeats and leases while the deciding thread waits for a disk. `agent.messages.Death` and
+`Said` go into the queue, too. No decisions here.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from elastic_ring.control.messages import CallbacksAnswered, Checkpoint, Event
 from elastic_ring.control.state import State
 from elastic_ring.monitor.metrics import CheckpointEvent, StepMetrics
 from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart, Notice
+from elastic_ring.runtime.worker.coordinator_client import WorkerDescription
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class AgentAttached:
 class WorkerFound:
     """A worker that an earlier coordinator started, as it describes itself."""
 
-    described: Mapping[str, Any]
+    described: WorkerDescription
 
 
 @dataclass(frozen=True)

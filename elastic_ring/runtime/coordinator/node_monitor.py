@@ -23,7 +23,7 @@ from typing import Any
 import ray
 
 from elastic_ring.control.decisions.detectors import host_share
-from elastic_ring.control.messages import CauseIds, Event, NodeDraining, NodeJoined, NodeLost, NodesListed
+from elastic_ring.control.messages import CauseIds, NodeDraining, NodeJoined, NodeLost, NodesListed
 from elastic_ring.runtime.agent.health import resolver_warning
 from elastic_ring.runtime.agent.messages import (
     BadGpus,
@@ -48,6 +48,7 @@ from elastic_ring.runtime.coordinator.folds.run_totals import Live
 from elastic_ring.runtime.coordinator.inbox import AgentAttached, Happened, NodeBeat, Put
 from elastic_ring.runtime.doctor.verdicts import AtStart, HostReport
 from elastic_ring.runtime.driver.cluster import Cluster, NodeInfo, give_notice, live_nodes, watch_ref
+from elastic_ring.runtime.worker.coordinator_client import WorkerDescription
 
 log = logging.getLogger(__name__)
 
@@ -159,12 +160,12 @@ class NodeMonitor:
     def echo(self, node: str) -> None:
         self._agent_server.send(node, Echo())
 
-    def watch_worker(self, worker: str, node: str, started: Mapping[str, Any]) -> None:
+    def watch_worker(self, described: WorkerDescription, handle: Any) -> None:
         """Have the node's agent watch this worker: by pidfd, and by its stamps."""
-        gpus = tuple(started.get("gpus", ()))
-        watch = Watch(worker, started["pid"], started["stamp_path"], started["log_path"], gpus)
+        worker, node, gpus = described["worker"], described["node"], tuple(described["gpus"])
+        watch = Watch(worker, described["pid"], described["stamp_path"], described["log_path"], gpus)
         with self._lock:
-            self._workers[worker] = WatchedWorker(node, watch, started.get("handle"))
+            self._workers[worker] = WatchedWorker(node, watch, handle)
         self._agent_server.send(node, watch)
 
     def kill(self, worker: str, reason: str) -> bool:
@@ -188,8 +189,9 @@ class NodeMonitor:
 
     def failing_limits(self, worker: str, limits: HostReport) -> list[str]:
         """Lines for what will fail on the worker's host by `doctor.host.limits`, each once."""
-        host = f"{self.addresses_of(worker)[0]}/{self._workers[worker].node[:6]}"
-        return self._at_start.look(host, limits, time.time())
+        watched = self._workers.get(worker)
+        host = f"{self.addresses_of(worker)[0]}/{watched.node[:6]}" if watched is not None else ""
+        return self._at_start.look(host, limits, time.time()) if host else []
 
     def live(self, live: Live) -> Live:
         """`live` with the agents' readings of the nodes that Ray lists."""
@@ -281,7 +283,7 @@ class NodeMonitor:
             before = with_room(node.info for node in self._nodes.values() if node.info)
             after = with_room(without(node, self._nodes[name].bad_gpus) for name, node in listed.items())
             if before != after:  # before any of them joins
-                self._event(NodesListed(self._cause(), tuple(sorted(after))))
+                self._put(Happened(NodesListed(self._cause(), tuple(sorted(after)))))
             for node in listed.values():
                 self._update(node)
             for name in [name for name, node in self._nodes.items() if node.info and name not in listed]:
@@ -304,22 +306,19 @@ class NodeMonitor:
             present = [self._nodes[name] for name in listed]
             without_agent = [n.info for n in present if n.agent is None and n.vacant_since is None and n.info]
         for name in vacant:
-            self._remove_agent(name)
+            with self._lock:
+                if name not in self._vacant:
+                    continue
+                watched = self._nodes[name]
+                agent, watched.agent, watched.beat_at = watched.agent, None, None
+            self.readings.forget(name)  # nobody renews them
+            self._agent_server.hang_up(name)
+            if agent is not None:
+                log.info("node %s: no worker of the run is there or wanted; its agent exits", name)
+                ray.kill(agent, no_restart=True)
         for node in without_agent:
             if not self._closed:
                 self._start_agent(node)
-
-    def _remove_agent(self, name: str) -> None:
-        with self._lock:
-            if name not in self._vacant:
-                return
-            node = self._nodes[name]
-            agent, node.agent, node.beat_at = node.agent, None, None
-        self.readings.forget(name)  # nobody renews them
-        self._agent_server.hang_up(name)
-        if agent is not None:
-            log.info("node %s: no worker of the run is there or wanted; its agent exits", name)
-            ray.kill(agent, no_restart=True)
 
     def _update(self, listed: NodeInfo) -> None:
         """Report what is new about the node, once its agent is connected."""
@@ -330,9 +329,11 @@ class NodeMonitor:
             return
         node.reported, node.is_lost = news, False
         if before is None or before[:2] != news[:2]:
-            self._event(NodeJoined(self._cause(), name, info.num_slots, info.num_gpus, info.domains, info.is_reserved))
+            self._put(
+                Happened(NodeJoined(self._cause(), name, info.num_slots, info.num_gpus, info.domains, info.is_reserved))
+            )
         if info.draining:
-            self._event(NodeDraining(self._cause(), name, info.leaves_at))
+            self._put(Happened(NodeDraining(self._cause(), name, info.leaves_at)))
 
     def _workers_on(self, node: str) -> list[WatchedWorker]:
         with self._lock:
@@ -395,10 +396,7 @@ class NodeMonitor:
             # A machine without power closes no connection: it would look like a node that has just joined.
             self._agent_server.hang_up(node)
         if not was_reported:
-            self._event(NodeLost(self._cause(), node))
-
-    def _event(self, event: Event) -> None:
-        self._put(Happened(event))
+            self._put(Happened(NodeLost(self._cause(), node)))
 
 
 def with_room(nodes: Iterable[NodeInfo]) -> set[str]:

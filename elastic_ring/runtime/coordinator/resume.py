@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 from elastic_ring.config import RunConfig
+from elastic_ring.control.coordination import standing
 from elastic_ring.control.decisions.data_order import journalled
 from elastic_ring.control.messages import BatchSkip, Checkpoint, CorpusVersion
-from elastic_ring.control.replay import standing
 from elastic_ring.errors import CheckpointDamaged, RecordDamaged, StorageFailed
 from elastic_ring.files import cut, few, name_below, shown_url
 from elastic_ring.mesh import Mesh

@@ -18,8 +18,8 @@ from typing import Any, TypedDict, cast
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from elastic_ring.config import RunConfig
+from elastic_ring.control.coordination import standing
 from elastic_ring.control.decisions.terms import Action, TermClaim, Unanswered, begin
-from elastic_ring.control.replay import standing
 from elastic_ring.errors import (
     CoordinatorLost,
     ElasticRingError,

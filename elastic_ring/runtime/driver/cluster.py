@@ -30,7 +30,7 @@ from elastic_ring.runtime.agent.agent import AgentSpec, NodeAgent
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.ray_head import ON_HEAD, cluster_status, gcs_client
-from elastic_ring.runtime.worker.actor import Worker
+from elastic_ring.runtime.worker.actor import CONTROL, Worker
 from elastic_ring.runtime.worker.coordinator_client import WorkerSpec
 from elastic_ring.train.task import TrainingTask
 
@@ -195,7 +195,7 @@ class Cluster:
         # The placement group reserves the GPU; the worker locks the one it uses (`runtime.gpu.device`).
         num_gpus = need.pop("GPU", 0) * (not on_gpu)
         actor = (
-            ray.remote(Worker)
+            ray.remote(concurrency_groups={CONTROL: 1})(Worker)
             .options(
                 name=name,
                 namespace=NAMESPACE,

@@ -1,8 +1,9 @@
 """The worker: a Ray actor with a training thread and a control thread that never blocks on training.
 
-The training thread builds, trains and writes the weights. The control thread handles the coordinator's commands,
-aborts what the training thread waits for, and reports. No membership decisions here: commands older than the newest
-(term, generation) seen are ignored, all others are carried out.
+The training thread builds, trains and writes the weights. The control thread, in which Ray calls `command`, carries out
+the coordinator's commands, aborts what the training thread waits for, and reports; a build goes on in the training
+thread, because the control thread must be free to abort it. No membership decisions here: commands older than the
+newest (term, generation) seen are ignored, all others are carried out.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import queue
 import signal
 import threading
 import time
@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import ray
 import torch
 
 from elastic_ring.config import environment
@@ -65,6 +66,7 @@ log = logging.getLogger(__name__)
 
 HEART_PERIOD_S = 0.1
 STACKS_SHARE = 0.5  # of a start's time: then a worker that still warms up logs its stacks; Ray takes a part first
+CONTROL = "control"  # Ray's concurrency group of `Worker.command`: one thread
 GIVE_UP_S = 2.0  # an abort takes half a second; the coordinator's `Stop` tries again, for longer
 BROKE_OFF = {
     "build": "the build broke off",
@@ -80,7 +82,6 @@ class Worker:
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self._client = CoordinatorClient(spec, lambda: self._seen[0])
-        self._commands: queue.Queue[tuple[Any, CommandDetails]] = queue.Queue()
         self._training = TrainingThread("training")
         self._num_abandoned = 0
         self._seen = self._built = (0, 0)
@@ -89,7 +90,8 @@ class Worker:
         self._stamps = StampWriter(spec.stamp_path)
         self._folder_lock: int | None = None  # on the folder of the stamps, until this process ends
         self._stall_watchdog = StallWatchdog(spec.run.timeouts.stall_s, self._moved)
-        self._starting = threading.Lock()
+        self._starting, self._is_warm = threading.Lock(), threading.Event()
+        self._controls = threading.Lock()  # held by the thread that carries out a command, or ends a stall
         self._attempt = ""  # of the submission for whose members this process speaks, as global rank 0
 
     @property
@@ -133,21 +135,30 @@ class Worker:
         self._warm = member
         self._training.start()
 
-        def own_claim() -> TermClaim | None:
-            return TermClaim(self._seen[0], self._attempt) if self._attempt else None
-
-        TermGuard(self.spec.run, own_claim, self._client.is_there).start()
-        threads: list[tuple[Callable[[], None], str]] = [(self._beat, "heart"), (self._control, "control")]
+        TermGuard(
+            self.spec.run,
+            lambda: TermClaim(self._seen[0], self._attempt) if self._attempt else None,
+            self._client.is_there,
+        ).start()
+        self._is_warm.set()
+        threads: list[tuple[Callable[[], None], str]] = [(self._beat, "heart")]
         if self.spec.scaling.device == "cuda":
-            marks, report = member.parts.progress.marks, lambda stall: self._commands.put((stall, CommandDetails()))
-            look = partial(look_at_device, marks, self._stall_watchdog, member.exchange_error, report)
+            marks = member.parts.progress.marks
+            look = partial(look_at_device, marks, self._stall_watchdog, member.exchange_error, self._abort_stalled)
             threads.append((look, "device-watch"))
         for target, name in threads:
             threading.Thread(target=target, name=name, daemon=True).start()
 
+    @ray.method(concurrency_group=CONTROL)
     def command(self, data: dict[str, Any], details: CommandDetails) -> None:
-        """Take one command; carried out by the control thread, in order of arrival."""
-        self._commands.put((from_json(data), details))
+        """Carry out one command; in order of arrival, as this is the only call in the one thread of its group."""
+        self._is_warm.wait()
+        command = from_json(data)
+        try:
+            with self._controls:
+                self._obey(command, details)
+        except Exception:
+            log.exception("command %s failed", type(command).__name__)
 
     def describe(self) -> WorkerDescription:
         """Identity, paths and environment of this worker."""
@@ -176,19 +187,7 @@ class Worker:
 
     # ------------------------------------------------------------ control thread
 
-    def _control(self) -> None:
-        while True:
-            command, details = self._commands.get()
-            try:
-                self._obey(command, details)
-            except Exception:
-                # The control thread must live: without it this worker can only be killed.
-                log.exception("command %s failed", type(command).__name__)
-
     def _obey(self, command: Any, details: CommandDetails) -> None:
-        if isinstance(command, StallDetected):  # by this worker itself, of a generation that may be older than the term
-            self._abort_stalled(command)
-            return
         # Hello and Release have a term but no generation.
         stamp = (command.term, getattr(command, "generation", self._seen[1]))
         # Late: a repeated Build, or the abort that preceded the Build of this generation.
@@ -218,35 +217,45 @@ class Worker:
             case Answer():
                 self._member.callback_wait.answers.put(command)
             case Stop():
-                self._abort_and_report(details)
+                started = time.monotonic()
+                if not self._release_training():
+                    log.error(f"training thread did not return within {self.spec.run.timeouts.park_s} s of the abort")
+                    return
+                self._activity = "paused"
+                log.info("paused for %s in %.3f s", self._seen, time.monotonic() - started)
+                self._report("aborted", self._seen, details.published)
             case Build():
                 self._build(command, details)
             case Standby():
-                self._become_spare()
+                self._attempt = ""
+                if self._member.context_releaser.released:
+                    log.info("this process has released all GPUs but one: it exits, and a new spare starts")
+                    os._exit(0)  # at once: until then it counts as a spare
+                if self._release_training():
+                    self._member.become_spare()
+                    self._activity = "spare"
             case Finalize():
-                self._order("finished", lambda: self._finalize(command))
-
-    def _abort_and_report(self, details: CommandDetails) -> None:
-        started = time.monotonic()
-        if not self._release_training():
-            log.error("training thread did not return within %.1f s of the abort", self.spec.run.timeouts.park_s)
-            return
-        self._activity = "paused"
-        log.info("paused for %s in %.3f s", self._seen, time.monotonic() - started)
-        self._report("aborted", self._seen, details.published)
+                self._activity = "finished"
+                self._training.give(lambda: self._finalize(command))
 
     def _abort_stalled(self, stall: StallDetected) -> None:
-        """Abort a stalled step, as a failed exchange would."""
-        member = self._member
-        if self._training.paused.is_set() or not self._stall_watchdog.holds(stall):
-            return
-        phase, at = phase_name(self._stamps.phase), f"step {member.applied} of generation {stall.generation}"
-        log.error(f"{at} stalled in {phase}: {stall.why}; its process groups are aborted")
-        # A thread that returns reports by itself. Another one is abandoned, or killed, at the next `Stop`.
-        if not member.abort(self._training.paused, GIVE_UP_S):
-            identity = (self.spec.worker, stall.term, stall.generation)
-            detail = f"stalled in {phase}: {stall.why}"
-            self._client.answer(MemberFailed(self._client.cause(), *identity, "peer", member.applied, detail))
+        """Abort a stalled step, as a failed exchange would, in a thread of its own: whoever saw it must go on looking.
+        Its generation may be older than the term."""
+
+        def abort() -> None:
+            member = self._member
+            with self._controls:
+                if self._training.paused.is_set() or not self._stall_watchdog.holds(stall):
+                    return
+                phase, at = phase_name(self._stamps.phase), f"step {member.applied} of generation {stall.generation}"
+                log.error(f"{at} stalled in {phase}: {stall.why}; its process groups are aborted")
+                # A thread that returns reports by itself. Another one is abandoned, or killed, at the next `Stop`.
+                if not member.abort(self._training.paused, GIVE_UP_S):
+                    identity = (self.spec.worker, stall.term, stall.generation)
+                    detail = f"stalled in {phase}: {stall.why}"
+                    self._client.answer(MemberFailed(self._client.cause(), *identity, "peer", member.applied, detail))
+
+        threading.Thread(target=abort, name="stall", daemon=True).start()
 
     def _build(self, command: Build, details: CommandDetails) -> None:
         # A boundary leaves the old groups up.
@@ -259,20 +268,8 @@ class Worker:
         self._stall_watchdog.halt()
         self._member.callback_wait.forget()
         prepare(self._member.parts, command, details)  # from here on an abort reaches this build
-        self._order("building", lambda: self._build_and_train(command))
-
-    def _become_spare(self) -> None:
-        self._attempt = ""
-        if self._member.context_releaser.released:
-            log.info("this process has released all GPUs but one: it exits, and a new spare starts")
-            os._exit(0)  # at once: until then it counts as a spare
-        if self._release_training():
-            self._member.become_spare()
-            self._activity = "spare"
-
-    def _order(self, activity: str, work: Callable[[], None]) -> None:
-        self._activity = activity
-        self._training.give(work)
+        self._activity = "building"
+        self._training.give(lambda: self._build_and_train(command))
 
     def _release_training(self) -> bool:
         """Make the training thread return; a stuck one is abandoned. False if it is busy."""
@@ -380,7 +377,7 @@ class Worker:
             self._member.parts.progress.pauses.beat()
             stall = self._stall_watchdog.look(time.monotonic())
             if stall is not None:
-                self._commands.put((stall, CommandDetails()))
+                self._abort_stalled(stall)
             time.sleep(HEART_PERIOD_S)
 
     def _moved(self) -> tuple[int, ...]:

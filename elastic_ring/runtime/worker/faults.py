@@ -64,7 +64,8 @@ class Injector:
             case "freeze":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "gil":
-                hold_gil()
+                # A PyDLL call keeps the GIL: no Python runs in this process any more, and it uses no CPU.
+                ctypes.PyDLL(None).sleep(1 << 20)
             case "raise":
                 raise RuntimeError(f"planned fault {fault}")
             case "exit":
@@ -83,11 +84,6 @@ class Injector:
                 self._is_slow = True
             case _:  # the coordinator carries out drain and its own faults
                 self._notify(fault.kind)
-
-
-def hold_gil() -> None:
-    """Take the GIL and keep it asleep: no Python runs in this process any more, and it uses no CPU."""
-    ctypes.PyDLL(None).sleep(1 << 20)  # PyDLL calls do not release the GIL
 
 
 def inject_into_coordinator(kind: str) -> None:

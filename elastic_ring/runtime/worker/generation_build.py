@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_ring.control.messages import BatchSkip, Build, CorpusVersion, Heal, Resumed, SnapshotId
+from elastic_ring.control.messages import Build, Heal, Resumed, SnapshotId
 from elastic_ring.monitor.stamps import Phase
 from elastic_ring.runtime.gpu.device import empty_cache
 from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous, forget_groups
@@ -84,10 +84,22 @@ class GenerationBuild:
         with self._timed("free_s"):
             self._free_last_generation()
         if parts.in_mesh:
-            with self._timed("device_s"):
-                self._take_device()
-            generation.groups = connector.open(command.mesh, command.members.index(self._worker))
-            self._read_corpus(command.corpus, command.skips)
+            place = command.members.index(self._worker)
+            with self._timed("device_s"):  # the GPU this worker owns, or a free one, selected in this thread
+                share = -(-parts.warm.num_parameters // command.mesh.cp)
+                device = parts.lease.take(place, share, parts.spec.run.timeouts.report_s, connector.raise_if_aborted)
+                connector.device = device
+                parts.progress.marks.move_to(device)
+                state.use(device)
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)
+            generation.groups = connector.open(command.mesh, place)
+            if (news := parts.warm.data.news(command.corpus, command.skips)) is not None:
+                loader, order, skips = news
+                state.read_from(loader, order)
+                if parts.speaks:
+                    left_out = [(skip, order.left_out(skip)[: NAMED + 1]) for skip in skips]
+                    parts.records.publish([LeftOut(skip.first_step, skip.num_batches, ids) for skip, ids in left_out])
         opened, groups = time.monotonic(), generation.groups
         if groups is not None:
             self._enter(groups)
@@ -98,7 +110,7 @@ class GenerationBuild:
         if command.roll_forward is not None and not self._receives and state.valid:
             state.roll_forward(command.roll_forward)
         rolled = time.monotonic()
-        num_bytes = sum(self._heal(heal) for heal in command.heals if takes_part(heal, self._worker))
+        num_bytes = sum(self._heal(heal) for heal in command.heals if self._worker in (*heal.senders, *heal.newcomers))
         healed = time.monotonic()
         empty_cache(parts.lease.device)
         assert not parts.in_mesh or (state.valid and state.applied == command.step), (state.applied, command.step)
@@ -151,26 +163,6 @@ class GenerationBuild:
         if command.memory_reliefs:
             free_caches(parts.lease.device)
 
-    def _take_device(self) -> None:
-        """Take the GPU this worker owns, or a free one, and select it in this thread."""
-        parts, command, connector = self._parts, self._command, self._connector
-        place, share = command.members.index(self._worker), -(-parts.warm.num_parameters // command.mesh.cp)
-        device = parts.lease.take(place, share, parts.spec.run.timeouts.report_s, connector.raise_if_aborted)
-        connector.device = device
-        parts.progress.marks.move_to(device)
-        self._state.use(device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-
-    def _read_corpus(self, versions: tuple[CorpusVersion, ...], skips: tuple[BatchSkip, ...]) -> None:
-        if (news := self._parts.warm.data.news(versions, skips)) is None:
-            return
-        loader, order, new_skips = news
-        self._state.read_from(loader, order)
-        if self._parts.speaks:
-            named_ids = [(skip, order.left_out(skip)[: NAMED + 1]) for skip in new_skips]
-            self._parts.records.publish([LeftOut(skip.first_step, skip.num_batches, ids) for skip, ids in named_ids])
-
     def _enter(self, groups: Groups) -> None:
         """Wrap the module and load this worker's state while the groups connect; only `world` is used.
 
@@ -211,10 +203,6 @@ class GenerationBuild:
             store = parts.copies.store
             return heal_from_copies(heal, command.step_back, worker, store, state, connector, inject, timings)
         return heal_over_link(heal, worker, command.members, state, generation.groups, connector, inject, timings)
-
-
-def takes_part(heal: Heal, worker: str) -> bool:
-    return worker in (*heal.senders, *heal.newcomers)
 
 
 def heal_over_link(

@@ -64,7 +64,8 @@ class Member:
 
     def moved(self) -> tuple[int, ...]:
         """Numbers that grow while a step moves; read by any thread, at any time."""
-        return self.parts.stamps.num_stamps, *self.parts.progress.moved()
+        progress = self.parts.progress
+        return self.parts.stamps.num_stamps, progress.marks.num_passed, progress.num_data_waits
 
     def exchange_error(self) -> str:
         """The error of a broken link in the current groups; empty if there is none."""
@@ -175,7 +176,8 @@ class StepLoop:
                     return self._finished()
                 begun = time.monotonic()
                 # A step's result is published once the next one is under way.
-                self._send(through=step - 1)
+                if parts.speaks:
+                    parts.records.send(through=step - 1)
                 boundary = self._generation.boundary_requested
                 outcome, local = state.run(step, boundary=boundary, flags=partial(self._flags, step + 1))
                 parts.stamps.waited_for_data(local.data_wait_s)
@@ -199,10 +201,6 @@ class StepLoop:
             log.warning("the last checkpoint's part is not written yet; the run ends without it")
         return "finished"
 
-    def _send(self, through: int) -> None:
-        if self._parts.speaks:
-            self._parts.records.send(through)
-
     def _validate_if_due(self, step: int) -> bool:
         """Returns whether there was a validation."""
         if not self._task.step.validates_after(step):
@@ -220,7 +218,8 @@ class StepLoop:
         if not self._task.asks_callbacks:
             return False
         command = self._generation.command
-        self._send(through=step - 1)
+        if self._parts.speaks:
+            self._parts.records.send(through=step - 1)
         # Global rank 0 asks for all; the others only if its answer, sent to all, was lost on its way to them.
         after_s = 0.0 if command.members[0] == self._parts.spec.worker else ASK_AGAIN_S
         answer = self._callback_wait.wait(command.generation, step, self._parts.wait_for_peers, after_s)

@@ -28,7 +28,7 @@ MembershipId = tuple[int, int]
 
 @dataclass(frozen=True)
 class StallDetected:
-    """Sent by the heartbeat thread to the control thread. `moved`: the progress numbers at that moment."""
+    """A step that makes no progress. `moved`: the progress numbers at that moment."""
 
     term: int
     generation: int
@@ -199,12 +199,8 @@ class PauseWatch:
 
 
 class StepProgress:
-    """Signs that a step moves: marks behind the device's work, and waits for data or peers; and this process's own
-    pauses, which are no part of a step."""
+    """Signs that a step moves, read by any thread: marks behind the device's work, and waits for data or peers; and
+    this process's own pauses, which are no part of a step."""
 
     def __init__(self) -> None:
         self.marks, self.pauses, self.num_data_waits = DeviceMarks(), PauseWatch(), 0
-
-    def moved(self) -> tuple[int, int]:
-        """Numbers that grow while a step moves; read by any thread."""
-        return self.marks.num_passed, self.num_data_waits

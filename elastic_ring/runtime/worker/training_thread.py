@@ -106,21 +106,15 @@ class TrainingThread:
             # A thread that computes is not stuck.
             before = spent_ns
             spent_ns = time.clock_gettime_ns(time.pthread_getcpuclockid(self._thread.ident or 0))
-            if spent_ns == before and may_abandon() and self._waits_natively():
-                return "stuck"
+            if spent_ns == before and may_abandon() and self._stat()[0] == "S":
+                # It sleeps; a thread that waits for a CPU, a disk or memory does not. By its innermost Python frame, it
+                # may do so for data, Ray or a lock, and not in an exchange.
+                frame = sys._current_frames().get(self._thread.ident or 0)
+                if frame is not None and frame.f_code.co_filename.startswith(_WAITING_IN):
+                    return "stuck"
             if time.monotonic() > deadline:
                 return "busy"
         return "paused"
-
-    def _waits_natively(self) -> bool:
-        """Whether it sleeps in an exchange, not for data, Ray or a lock, by its innermost Python frame.
-
-        A thread that waits for a CPU, a disk or memory is not in the sleeping state.
-        """
-        if self._stat()[0] != "S":
-            return False
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        return frame is not None and frame.f_code.co_filename.startswith(_WAITING_IN)
 
     @property
     def cpu_ticks(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ring.control.coordination import replay
 from elastic_ring.control.decisions.callbacks import is_taken
 from elastic_ring.control.messages import (
     Answer,
@@ -17,7 +18,6 @@ from elastic_ring.control.messages import (
     Finalized,
     Status,
 )
-from elastic_ring.control.replay import replay
 from elastic_ring.control.state import end_step, members
 from tests.sim.bench import Bench, build_in, end_in, only
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ring.control.coordination import replay
 from elastic_ring.control.decisions import data_order
 from elastic_ring.control.decisions.data_order import NEAR_STEPS, batch_of, journalled
 from elastic_ring.control.messages import (
@@ -24,7 +25,6 @@ from elastic_ring.control.messages import (
     Status,
     WorkerLost,
 )
-from elastic_ring.control.replay import replay
 from elastic_ring.control.state import Building
 from elastic_ring.data.sampling.order import Order, SkippingOrder
 from elastic_ring.mesh import Mesh

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ring.control.coordination import replay
 from elastic_ring.control.messages import (
     BuildFailed,
     Checkpoint,
@@ -20,7 +21,6 @@ from elastic_ring.control.messages import (
     Standby,
     WorkerLost,
 )
-from elastic_ring.control.replay import replay
 from elastic_ring.control.state import spares, waiting_for
 from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench, build_in, end_in, only

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from elastic_ring.control import coordination, replay
+from elastic_ring.control import coordination
 from elastic_ring.control.decisions.data_order import batch_of, pending_rollback
 from elastic_ring.control.messages import (
     Build,
@@ -212,7 +212,7 @@ class World:
             self.judge(before, decision.state, decision.commands)
         coordinator.state = decision.state
         if decision.state is not before or decision.commands:
-            coordinator.journal.append(json.dumps(replay.journal_line(event, decision, self.now)))
+            coordinator.journal.append(json.dumps(coordination.journal_line(event, decision, self.now)))
         if newest:
             self._gone_back(before, decision.commands)
             for command in decision.commands:
@@ -243,7 +243,7 @@ class World:
         """The next coordinator takes the term first and reads the journal then, so nothing is missing in it."""
         old = self.coordinators[-1]
         old.alive = False
-        state = replay.replay(self.options, old.journal)
+        state = coordination.replay(self.options, old.journal)
         require(state == old.state, 1, "the replayed journal gives another state")
         start = self._of_this_submission(lambda: self._start_coordinator(state, old.journal))
         self.later(self.random.uniform(0.0, 1.0), start)

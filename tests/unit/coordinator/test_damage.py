@@ -21,7 +21,7 @@ from elastic_ring import ElasticRingTrainer
 from elastic_ring.cli import checkpoints as checkpoints_command
 from elastic_ring.cli import status as status_command
 from elastic_ring.config import CheckpointConfig, RunConfig, StepConfig
-from elastic_ring.control.replay import term_note
+from elastic_ring.control.coordination import term_note
 from elastic_ring.data.source import StdlibText
 from elastic_ring.errors import CheckpointDamaged
 from elastic_ring.mesh import Mesh

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from elastic_ring.config import RunConfig
+from elastic_ring.control.coordination import standing, term_note
 from elastic_ring.control.decisions.terms import TermClaim
-from elastic_ring.control.replay import standing, term_note
 from elastic_ring.control.state import Finishing
 from elastic_ring.errors import JournalDamaged, RunFailed
 from elastic_ring.monitor.journal import Journal, read

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from elastic_ring.config import RunConfig, ScalingConfig
-from elastic_ring.control.messages import Build
+from elastic_ring.control.messages import Build, Standby
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu import device
 from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser, CudaContexts, end_contexts, unused_others
@@ -245,7 +245,8 @@ def _become_spare(released: bool) -> None:
     worker: Any = Worker.__new__(Worker)
     worker._release_training = lambda: True
     worker._warm = SimpleNamespace(become_spare=lambda: None, context_releaser=SimpleNamespace(released=released))
-    worker._become_spare()
+    worker._seen, worker._built = (1, 1), (0, 0)
+    worker._obey(Standby("c", "w", 1, 2), CommandDetails())
     sys.exit(7 if worker._activity == "spare" else 8)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from elastic_ring.control.coordination import replay, standing
 from elastic_ring.control.facts import fact_of
-from elastic_ring.control.replay import replay, standing
 from elastic_ring.control.state import Ended, State
 from elastic_ring.monitor.metrics import METRICS_NAME, RECOVERY_KEYS, Recovery
 from elastic_ring.runtime.coordinator import run_files

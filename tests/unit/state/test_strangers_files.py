@@ -25,7 +25,7 @@ from safetensors.torch import save as safetensors_bytes
 
 from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.cli.settings import SettingsFile, read_toml
-from elastic_ring.control.replay import standing
+from elastic_ring.control.coordination import standing
 from elastic_ring.costs import CostModel
 from elastic_ring.data.manifest import digest_of, read_manifest
 from elastic_ring.data.prepared import PreparedTokens

@@ -18,7 +18,7 @@ from elastic_ring.errors import ElasticRingError
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.groups.transport import translated
 from elastic_ring.runtime.worker.copies import Copies
-from elastic_ring.runtime.worker.generation_build import heal_from_copies, takes_part
+from elastic_ring.runtime.worker.generation_build import heal_from_copies
 from tests.unit.groups.processes import Membership, abort, connect, membership
 from tests.unit.train.tiny_task import begin, facts, make_task
 
@@ -93,7 +93,7 @@ def step_back(
                 me.copies.store.load(wanted, me.rank, me.state.shard)
         me.rank = old_rank
         for heal in heals:
-            if takes_part(heal, worker):
+            if worker in (*heal.senders, *heal.newcomers):
                 heal_from_copies(heal, wanted, worker, me.copies.store, me.state, me.connector, lambda role: None, {})
         if rank is None:
             hold(me, command)

@@ -104,10 +104,10 @@ def begin_step(me: Any, step: Any, folder: str) -> None:
     me.worker._stamps.stamp(7, Phase.REDUCE)
     me.worker._seen = me.worker._built = MEMBERSHIP
     me.worker._training.start()
-    for body in (me.worker._beat, me.worker._control):
-        threading.Thread(target=body, daemon=True).start()
+    me.worker._is_warm.set()
+    threading.Thread(target=me.worker._beat, daemon=True).start()
     order = Build("c", "w", *MEMBERSHIP, PAIR, ("w", "v"), 7, None, (), False)
-    me.worker._order("running", lambda: me.worker._train(order))
+    me.worker._training.give(lambda: me.worker._train(order))
 
 
 def wait_for_a_peer_that_never_answers(me: Any, part: Part) -> None:

@@ -162,7 +162,7 @@ def wait_for_a_driver():
     time.sleep(seconds)
 
 actor.Member = Slow
-actor.Worker._beat = actor.Worker._control = lambda self: None
+actor.Worker._beat = lambda self: None
 for name, seconds in (("slow", 6.0), ("quick", 0.0)):
     run = RunConfig()
     spec = WorkerSpec(name, "n", "127.0.0.1", f"{sys.argv[1]}/{name}", None, ScalingConfig(), run)
@@ -196,7 +196,7 @@ class Ready:
     def __init__(self): self.parts = self
     def warm_up(self): pass
 
-actor.Worker._beat = actor.Worker._control = lambda self: None
+actor.Worker._beat = lambda self: None
 started = actor.Worker(WorkerSpec("w", "n", "127.0.0.1", f"{sys.argv[1]}/w", None, ScalingConfig(), RunConfig()))
 started._warm_up(Ready())
 print("warm", flush=True)

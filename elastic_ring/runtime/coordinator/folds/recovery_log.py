@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 RecordFact = Callable[[Fact], None]
 Timings = Mapping[str, float | str]
 """Seconds and bytes of the parts of a member's build, and its `pid` and `gpu`."""
-Environment = Mapping[str, str]
+Environment = Mapping[str, str | int | bool | None]
 """What the bits of a result depend on besides its inputs (`runtime.worker.env_fingerprint`)."""
 BROKE_OFF = {
     "user": "raised",
