@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from elastic_ring.control import forming, messages, phases, reconnect, recovery
 from elastic_ring.control.capacity import scaling, worker_pool
-from elastic_ring.control.decisions import callbacks, data_order, memory_ladder, replacements
+from elastic_ring.control.decisions import data_order, memory_ladder, replacements
 from elastic_ring.control.facts import Fact, fact_of, line_of
 from elastic_ring.control.messages import Command, Event, MemberEvent, from_json, to_json
 from elastic_ring.control.options import ControlOptions
@@ -164,7 +164,7 @@ _EVERYWHERE: dict[type, Handler] = {
     messages.CheckpointsKnown: forming.checkpoints_known,
     messages.CheckpointDue: phases.checkpoint_due,
     messages.CallbacksAwaited: _ignore,
-    messages.CallbacksAnswered: callbacks.answered,
+    messages.CallbacksAnswered: phases.callbacks_answered,
     messages.CorpusRecalled: data_order.recall,
     messages.CorpusGrew: data_order.lengthen_corpus,
     messages.Tick: lambda ctx, event: None,  # `_settle` checks deadlines after every event
@@ -180,14 +180,14 @@ _BY_PHASE: dict[type, dict[type, Handler]] = {
         messages.Published: phases.building_published,
         messages.BuildFailed: phases.build_failed,
         messages.MemberFailed: phases.building_member_failed,
-        messages.CallbacksAwaited: callbacks.awaited,
+        messages.CallbacksAwaited: phases.callbacks_awaited,
     },
     Running: {
         **_EVERYWHERE,
         messages.Report: phases.running_report,
         messages.Published: phases.running_published,
         messages.MemberFailed: phases.running_member_failed,
-        messages.CallbacksAwaited: callbacks.awaited,
+        messages.CallbacksAwaited: phases.callbacks_awaited,
         messages.Resumed: _ignore,
         messages.BuildFailed: _ignore,  # from a donor outside the mesh, which was ordered to become a spare
     },

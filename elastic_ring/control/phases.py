@@ -6,9 +6,12 @@ from dataclasses import replace
 
 from elastic_ring.control import recovery
 from elastic_ring.control.capacity import scaling
-from elastic_ring.control.decisions import callbacks, data_order, memory_ladder, replacements
+from elastic_ring.control.decisions import data_order, memory_ladder, replacements
 from elastic_ring.control.messages import (
+    Answer,
     BuildFailed,
+    CallbacksAnswered,
+    CallbacksAwaited,
     CheckpointDue,
     Finalize,
     Finalized,
@@ -417,7 +420,7 @@ def settle_running(ctx: Transition) -> None:
         recovery.begin_closing(ctx, phase.membership, incident, why)
         return
     replacements.settle_suspects(ctx)
-    callbacks.expire(ctx)
+    expire_callbacks(ctx)
     save_if_alone(ctx)
     if not isinstance(ctx.phase, Running):
         return
@@ -454,6 +457,59 @@ def save_if_alone(ctx: Transition) -> None:
         incident = recovery.open_incident(ctx, phase.membership, why, planned=("save",))
         incident = replace(incident, counted=True, saves_for=phase.saved_for)
         recovery.begin_closing(ctx, phase.membership, incident, f"{why}: it is given up for a checkpoint")
+
+
+# ---------------------------------------------------------------- the driver's callbacks
+# They ask to stop the run or for a checkpoint, which takes effect at a validation. After it the members wait,
+# `callback_s` at most, until the driver has delivered all earlier events to its callbacks. The core journals the answer
+# before any member gets it: a step that runs again, after a lost worker or coordinator, gets the same answer.
+
+
+def callbacks_awaited(ctx: Transition, event: CallbacksAwaited) -> None:
+    """The members wait after `event.step` steps; each build makes them ask again."""
+    callbacks = ctx.state.callbacks
+    if callbacks.answered is not None and event.step <= callbacks.answered.step:
+        _send_answer(ctx, event.step)
+    elif callbacks.awaited == event.step:
+        ctx.explain(f"the answer of step {event.step} is waited for already")
+    else:
+        ctx.set(callbacks=replace(callbacks, awaited=event.step, deadline=ctx.now + ctx.options.timeouts.callback_s))
+        ctx.explain(f"the members wait at step {event.step} for callbacks")
+
+
+def callbacks_answered(ctx: Transition, event: CallbacksAnswered) -> None:
+    callbacks = ctx.state.callbacks
+    if callbacks.awaited != event.step or callbacks.stop:
+        ctx.explain(f"nobody waits for an answer at step {event.step}")
+        return
+    kept = event.step if event.keeps else callbacks.kept
+    ctx.set(callbacks=replace(callbacks, awaited=None, answered=event, kept=kept))
+    ctx.explain(f"callbacks at step {event.step}: {f'stop, {event.stop}' if event.stop else 'go on'}")
+    _send_answer(ctx, event.step)
+
+
+def is_newest_answer(state: State, event: CallbacksAnswered) -> bool:
+    """Whether the event, or an equal one, is the newest answer: Ray repeats a call whose coordinator died
+    after it had journalled it."""
+    answer = state.callbacks.answered
+    return answer is not None and replace(answer, cause=event.cause) == event
+
+
+def expire_callbacks(ctx: Transition) -> None:
+    """At the deadline training goes on without an answer; a late one takes effect at the next validation."""
+    callbacks = ctx.state.callbacks
+    if callbacks.awaited is not None and ctx.now >= callbacks.deadline:
+        callbacks_answered(ctx, CallbacksAnswered(ctx.cause, callbacks.awaited))
+        ctx.explain(f"no answer within {ctx.options.timeouts.callback_s:g} s")
+
+
+def _send_answer(ctx: Transition, step: int) -> None:
+    membership, answer = membership_of(ctx.state), ctx.state.callbacks.answered
+    assert answer is not None
+    is_newest = step == answer.step
+    stops, saves = is_newest and bool(answer.stop), (is_newest and answer.saves) or step == ctx.state.callbacks.kept
+    for worker in ctx.ready_among(membership.members) if membership is not None else ():
+        ctx.send(Answer(ctx.cause, worker, ctx.state.term, ctx.state.generation, step, stops=stops, saves=saves))
 
 
 # ---------------------------------------------------------------- closing

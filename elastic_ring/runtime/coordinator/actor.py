@@ -25,7 +25,7 @@ from elastic_ring.config import environment
 from elastic_ring.control.capacity.scaling import can_save
 from elastic_ring.control.capacity.worker_pool import vacant_nodes
 from elastic_ring.control.coordination import Decision, advance, journal_line, next_deadline, replay, term_note
-from elastic_ring.control.decisions import callbacks, data_order
+from elastic_ring.control.decisions import data_order
 from elastic_ring.control.facts import Fact, ResumedFrom
 from elastic_ring.control.messages import (
     CallbacksAnswered,
@@ -52,7 +52,7 @@ from elastic_ring.control.messages import (
     WorkerStarting,
     from_json,
 )
-from elastic_ring.control.phases import awaits_newest
+from elastic_ring.control.phases import awaits_newest, is_newest_answer
 from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, waiting_for
 from elastic_ring.errors import IllegalTransition, JournalDamaged, OtherFormat, RunFailed, StaleMessage, TermLost
 from elastic_ring.monitor.goodput import Stages
@@ -380,7 +380,7 @@ class Decider:
                 self._publish(records)
             case CallbacksSaid(event, counts):
                 self._decide(event)
-                is_taken = callbacks.is_taken(self.state, event)
+                is_taken = is_newest_answer(self.state, event)
                 if is_taken and event.keeps:
                     self.storage.checkpoints.keep(event.step)
                 if is_taken and event.stop:

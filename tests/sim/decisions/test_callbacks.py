@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from elastic_ring.control.coordination import replay
-from elastic_ring.control.decisions.callbacks import is_taken
 from elastic_ring.control.messages import (
     Answer,
     CallbacksAnswered,
@@ -18,6 +17,7 @@ from elastic_ring.control.messages import (
     Finalized,
     Status,
 )
+from elastic_ring.control.phases import is_newest_answer
 from elastic_ring.control.state import end_step, members
 from tests.sim.bench import Bench, build_in, end_in, only
 
@@ -60,7 +60,7 @@ def test_members_that_ask_again_after_a_loss_hear_the_same_and_nothing_else_is_t
     for event in (repeated, other):
         run.handle(event)
     assert run.state is before
-    assert (is_taken(before, repeated), is_taken(before, other)) == (True, False)
+    assert (is_newest_answer(before, repeated), is_newest_answer(before, other)) == (True, False)
     assert replay(run.options, run.journal) == run.state
 
 
