@@ -74,7 +74,6 @@ from elastic_ring.runtime.coordinator.inbox import (
     Inbox,
     News,
     NodeBeat,
-    PartSaved,
     StepsPublished,
     WorkerFound,
 )
@@ -138,7 +137,7 @@ class Coordinator:
 
     def saved(self, worker: str, part: CheckpointPart | CheckpointLeftOut) -> None:
         """A worker's part of a checkpoint is written, or failed."""
-        self._decider.queue.put(PartSaved(part))
+        self._decider.queue.put(part)
 
     def fault(self, index: int, worker: str) -> bool:
         """True if this planned fault may fire now: once, and again for a worker that had no answer."""
@@ -411,8 +410,8 @@ class Decider:
                 detail = "\n".join([f"{message.how} in {message.phase} of step {message.step}", *message.log_lines])
                 place = (message.step, message.phase, message.signal)
                 self._on_event(WorkerLost(self.cause(), message.worker, message.reason, detail, *place), {})
-            case PartSaved(part):
-                self.storage.checkpoints.written(part)
+            case CheckpointPart() | CheckpointLeftOut():
+                self.storage.checkpoints.written(message)
                 self._commit_checkpoints()
             case CheckpointCounts(checkpoint):
                 self.recorder.checkpoint(checkpoint)
@@ -436,31 +435,33 @@ class Decider:
                 self.recorder.recoveries.say(text)
 
     def _on_event(self, event: Event, extra: Mapping[str, Any]) -> None:
-        if isinstance(event, MemberFailed):
-            self.recorder.member_failed(event)
-        if isinstance(event, Resumed):
-            self.recorder.recoveries.resumed(event.worker, extra)
-            self.recorder.built(event.worker, extra)
-        if isinstance(event, WorkerReady):
-            described = cast(WorkerDescription, extra)
-            self.recorder.recoveries.worker_started(event.worker, event.pid, described["environment"])
-            self.recorder.stages(event.worker, described["stages"])
-            self.dispatch.watch(described)
-            for line in self.node_monitor.failing_limits(event.worker, described["limits"]):
-                self.recorder.recoveries.say(line)
-        if isinstance(event, Report):
-            self._publish(extra.get("records", []))
-        if isinstance(event, WorkerLost):
-            self.dispatch.lost(event.worker)
-        if isinstance(event, NodeLost):
-            for worker in [w.worker for w in self.state.workers.values() if w.node == event.node]:
-                self.dispatch.lost(worker)
-        if isinstance(event, MemberFailed) and event.kind == "checkpoint" and isinstance(self.state.phase, Building):
-            order = self.state.phase.order
-            if order.restore is not None and (event.term, event.generation) == (order.term, order.generation):
-                self.storage.checkpoints.damaged(order.restore.folder, event.detail)
-        if isinstance(event, Finalized):
-            self.dispatch.weights_sha256 = event.weights_sha256
+        match event:
+            case MemberFailed():
+                self.recorder.member_failed(event)
+                order = self.state.phase.order if isinstance(self.state.phase, Building) else None
+                restore = None if order is None else order.restore
+                is_its = order is not None and (event.term, event.generation) == (order.term, order.generation)
+                if event.kind == "checkpoint" and is_its and restore is not None:
+                    self.storage.checkpoints.damaged(restore.folder, event.detail)
+            case Resumed():
+                self.recorder.recoveries.resumed(event.worker, extra)
+                self.recorder.built(event.worker, extra)
+            case WorkerReady():
+                described = cast(WorkerDescription, extra)
+                self.recorder.recoveries.worker_started(event.worker, event.pid, described["environment"])
+                self.recorder.stages(event.worker, described["stages"])
+                self.dispatch.watch(described)
+                for line in self.node_monitor.failing_limits(event.worker, described["limits"]):
+                    self.recorder.recoveries.say(line)
+            case Report():
+                self._publish(extra.get("records", []))
+            case WorkerLost():
+                self.dispatch.lost(event.worker)
+            case NodeLost():
+                for worker in [w.worker for w in self.state.workers.values() if w.node == event.node]:
+                    self.dispatch.lost(worker)
+            case Finalized():
+                self.dispatch.weights_sha256 = event.weights_sha256
         self._decide(event)
 
     def grant_fault(self, index: int, worker: str) -> bool:

@@ -3,7 +3,7 @@
 The queue gives the calls of workers and drivers, the agents' messages and the clock one order: a step that is published
 before a failure is part of the quorum that follows. So Ray's threads and the connections' thread hand over what they
 get, and stay free for heartbeats and leases while the deciding thread waits for a disk. `agent.messages.Death` and
-`Said` go into the queue, too. No decisions here.
+`Said`, and parts of checkpoints, go into the queue, too. No decisions here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypedDict
 from elastic_ring.control.messages import CallbacksAnswered, Checkpoint, Event
 from elastic_ring.control.state import State
 from elastic_ring.monitor.metrics import CheckpointEvent, StepMetrics
-from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart, Notice
+from elastic_ring.runtime.notices import Notice
 from elastic_ring.runtime.worker.coordinator_client import WorkerDescription
 
 
@@ -80,13 +80,6 @@ class Abandoned:
 
     reason: str
     saves: bool = False
-
-
-@dataclass(frozen=True)
-class PartSaved:
-    """A rank's part of a checkpoint is written, or failed."""
-
-    part: CheckpointPart | CheckpointLeftOut
 
 
 @dataclass(frozen=True)
