@@ -216,7 +216,8 @@ def test_members_that_missed_the_build_that_goes_back_do_not_bring_the_undone_st
         worker.thaw()
     assert all(max(worker.copies.own).step == 6 for worker in workers)
     if forgets:
-        monkeypatch.setattr(quorum, "_is_of_steps_given_up", lambda snapshot, given_up: False)
+        honest = quorum._all
+        monkeypatch.setattr(quorum, "_all", lambda reports, cp, given_up: honest(reports, cp, None))
     run.lose(1)
     if not forgets:
         finish_from(run, 3)
