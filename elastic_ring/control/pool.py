@@ -215,19 +215,14 @@ class Pool:
         """The first deadline of a worker that is not ready."""
         return None if self.due is None else self.due[0][0]
 
-    def having(self, workers: Iterable[Worker]) -> Pool:
-        return self._changed({worker.worker: worker for worker in workers})
-
-    def without(self, names: Iterable[str]) -> Pool:
-        return self._changed(dict.fromkeys(names))
-
     def having_nodes(self, nodes: Mapping[str, Node]) -> Pool:
         return with_changes(self, nodes=self.nodes.having(nodes), version=object())._judged(nodes)
 
     def without_node(self, name: str) -> Pool:
         return with_changes(self, nodes=self.nodes.without([name]), version=object())._judged([name])
 
-    def _changed(self, changes: Mapping[str, Worker | None]) -> Pool:
+    def having(self, changes: Mapping[str, Worker | None]) -> Pool:
+        """With these workers; without those of None."""
         total, due, counts, on = self.total, self.due, dict[str, WorkerCounts](), dict[str, tuple[str, ...]]()
         for name, after in changes.items():
             before = self.workers.get(name)
@@ -312,7 +307,7 @@ class Pool:
 
 
 def pool_of(workers: Mapping[str, Worker], nodes: Mapping[str, Node], num_spares: int, mesh_size: int) -> Pool:
-    return Pool(num_spares, mesh_size).having_nodes(nodes).having(workers.values())
+    return Pool(num_spares, mesh_size).having_nodes(nodes).having(workers)
 
 
 def placeable(

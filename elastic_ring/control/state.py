@@ -624,18 +624,12 @@ class Transition:
     # ------------------------------------------------------------ workers
 
     def put(self, *workers: Worker) -> None:
-        self._set_pool(self.state.pool.having(workers))
+        self.set_pool(self.state.pool.having({worker.worker: worker for worker in workers}))
 
-    def remove(self, names: Iterable[str]) -> None:
-        self._set_pool(self.state.pool.without(names))
+    def put_node(self, node: Node) -> None:
+        self.set_pool(self.state.pool.having_nodes({node.node: node}))
 
-    def put_nodes(self, nodes: Mapping[str, Node]) -> None:
-        self._set_pool(self.state.pool.having_nodes(nodes))
-
-    def remove_node(self, name: str) -> None:
-        self._set_pool(self.state.pool.without_node(name))
-
-    def _set_pool(self, pool: Pool) -> None:
+    def set_pool(self, pool: Pool) -> None:
         self.set(pool=pool, workers=pool.workers, nodes=pool.nodes)
 
     def ready_among(self, workers: Iterable[str]) -> list[str]:

@@ -62,7 +62,7 @@ def release_surplus(ctx: Transition) -> None:
         return
     surplus = worker_pool.num_surplus(ctx.state)
     for node in nodes_to_leave(ctx.state, surplus):
-        ctx.put_nodes({node: replace(ctx.state.nodes[node], draining=True)})
+        ctx.put_node(replace(ctx.state.nodes[node], draining=True))
         worker_pool.drain(ctx, ctx.state.pool.on.get(node, ()))
         ctx.send(DrainNode(ctx.cause, node, ctx.state.term))
         ctx.explain(f"the run leaves node {node}")

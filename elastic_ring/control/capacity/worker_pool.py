@@ -31,7 +31,7 @@ def node_joined(ctx: Transition, event: NodeJoined) -> None:
     if old == new and event.node in ctx.state.nodes:
         ctx.explain("room as known")
         return
-    ctx.put_nodes({event.node: new})
+    ctx.put_node(new)
     ctx.set(pool_changed_at=ctx.now, nodes_changed_at=ctx.now)
     limit = "" if event.num_gpus is None else f" and GPUs for {event.num_gpus} member(s)"
     ctx.explain(f"node {event.node} has room for {event.num_slots}{limit}")
@@ -42,7 +42,7 @@ def node_draining(ctx: Transition, event: NodeDraining) -> None:
     if node is None or (node.draining and node.leaves_at == event.leaves_at):
         ctx.explain("nothing new about that node")
         return
-    ctx.put_nodes({event.node: replace(node, draining=True, leaves_at=event.leaves_at)})
+    ctx.put_node(replace(node, draining=True, leaves_at=event.leaves_at))
     drain(ctx, ctx.state.pool.on.get(event.node, ()))
     ctx.explain(f"node {event.node} will leave" + (f" in {event.leaves_at - ctx.now:.1f} s" if event.leaves_at else ""))
 
@@ -109,7 +109,7 @@ def mark_ready(ctx: Transition, worker: Worker) -> None:
     """A start succeeded: forget the failed ones before it on this node."""
     node = ctx.state.nodes.get(worker.node)
     if node is not None and node.start_failures:
-        ctx.put_nodes({node.node: replace(node, start_failures=0, start_errors=0, backoff_until=0.0)})
+        ctx.put_node(replace(node, start_failures=0, start_errors=0, backoff_until=0.0))
     ctx.put(replace(worker, status="ready"))
     ctx.set(pool_changed_at=ctx.now, warm_up_s=max(0.0, ctx.now - worker.hired_at))
     ctx.explain(f"{worker.worker} is ready on {worker.node}")
@@ -139,7 +139,7 @@ def _lose(ctx: Transition, *lost_workers: LostWorker) -> tuple[LostWorker, ...]:
         else:
             ctx.explain(f"{name} is gone, as it should be")
     if left:
-        ctx.remove(left)
+        ctx.set_pool(ctx.state.pool.having(dict.fromkeys(left)))
         ctx.set(pool_changed_at=ctx.now)
     for node, why in failed_starts:
         _count_failed_start(ctx, node, why)
@@ -150,7 +150,7 @@ def lose_node(ctx: Transition, node: str) -> tuple[LostWorker, ...]:
     if node not in ctx.state.nodes:
         ctx.explain("node was already gone")
         return ()
-    ctx.remove_node(node)
+    ctx.set_pool(ctx.state.pool.without_node(node))
     ctx.set(pool_changed_at=ctx.now)
     names = ctx.state.pool.on.get(node, ())
     ctx.explain(f"node {node} lost with {len(names)} worker(s)")
@@ -197,7 +197,7 @@ def _count_failed_start(ctx: Transition, name: str, why: str) -> None:
     node = replace(node, start_failures=failures, backoff_until=until)
     if why:
         node = replace(node, start_errors=node.start_errors + 1, last_failure=why)
-    ctx.put_nodes({name: node})
+    ctx.put_node(node)
 
 
 def refuse_if_nobody_starts(ctx: Transition) -> None:

@@ -34,7 +34,7 @@ def avoid_node(ctx: Transition, worker: str) -> None:
     """Hire on this worker's node, and take spares from it, only where no other node is left."""
     node = ctx.state.nodes.get(ctx.state.workers[worker].node)
     if node is not None and not node.avoided:
-        ctx.put_nodes({node.node: replace(node, avoided=True)})
+        ctx.put_node(replace(node, avoided=True))
 
 
 def replace_straggler(ctx: Transition, event: StragglerFound) -> None:
