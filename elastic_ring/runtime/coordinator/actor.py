@@ -131,11 +131,11 @@ class Coordinator:
         decoded: Any = from_json(event)
         self._decider.queue.put(Happened(decoded, extra))
 
-    def publish(self, worker: str, records: list[Notice]) -> None:
+    def publish(self, records: list[Notice]) -> None:
         """Committed steps from global rank 0."""
         self._decider.queue.put(StepsPublished(records))
 
-    def saved(self, worker: str, part: CheckpointPart | CheckpointLeftOut) -> None:
+    def saved(self, part: CheckpointPart | CheckpointLeftOut) -> None:
         """A worker's part of a checkpoint is written, or failed."""
         self._decider.queue.put(part)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import psutil
+import ray
 
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.messages import (
@@ -99,11 +100,11 @@ class CoordinatorClient:
 
     def publish(self, records: Sequence[Notice]) -> None:
         """Send records of committed steps, and notices."""
-        self.coordinator.publish.remote(self._spec.worker, records)
+        self.coordinator.publish.remote(records)
 
     def saved(self, part: CheckpointPart | CheckpointLeftOut) -> None:
         """Send that this rank's part of a checkpoint is written, or why it is not."""
-        self.coordinator.saved.remote(self._spec.worker, part)
+        self.coordinator.saved.remote(part)
 
     def ask_callbacks(self, generation: int, step: int) -> None:
         """Ask for the decision of the driver's callbacks; all members wait for it after the validation of `step`
@@ -112,8 +113,6 @@ class CoordinatorClient:
 
     def is_there(self, timeout_s: float) -> bool:
         """Whether the coordinator answers in this time. An unanswered question waits on; it is not asked again."""
-        import ray
-
         try:
             self._unanswered = self._unanswered or self.coordinator.identity.remote()
             if not ray.wait([self._unanswered], timeout=timeout_s)[0]:
@@ -127,8 +126,6 @@ class CoordinatorClient:
 
     def injector(self) -> Injector:
         """Planned faults, each of which the coordinator grants once."""
-        import ray
-
         timeout_s = self._spec.run.timeouts.hello_s
 
         def ask(index: int) -> bool:
