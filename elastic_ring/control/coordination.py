@@ -126,7 +126,8 @@ def _worker_ready(ctx: Transition, event: messages.WorkerReady) -> None:
 def _worker_lost(ctx: Transition, event: messages.WorkerLost) -> None:
     if event.worker not in ctx.state.workers:
         recovery.learn_cause(ctx, event)
-    _pass_on(ctx, worker_pool.worker_lost(ctx, event))
+    details = {name: value for name, value in vars(event).items() if name != "cause"}
+    _pass_on(ctx, worker_pool.lose(ctx, LostWorker(node="", global_rank=None, **details)))
 
 
 def _pass_on(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:

@@ -15,7 +15,6 @@ from elastic_ring.control.messages import (
     NodeDraining,
     NodeJoined,
     StartWorker,
-    WorkerLost,
     WorkerReady,
     WorkerStarting,
 )
@@ -115,12 +114,7 @@ def mark_ready(ctx: Transition, worker: Worker) -> None:
     ctx.explain(f"{worker.worker} is ready on {worker.node}")
 
 
-def worker_lost(ctx: Transition, event: WorkerLost) -> tuple[LostWorker, ...]:
-    details = {name: value for name, value in vars(event).items() if name != "cause"}
-    return _lose(ctx, LostWorker(node="", global_rank=None, **details))
-
-
-def _lose(ctx: Transition, *lost_workers: LostWorker) -> tuple[LostWorker, ...]:
+def lose(ctx: Transition, *lost_workers: LostWorker) -> tuple[LostWorker, ...]:
     """Remove workers that are gone. Returns those that were ready, or stopping and not written off."""
     losses, failed_starts, left = [], [], []
     for lost in lost_workers:
@@ -154,7 +148,7 @@ def lose_node(ctx: Transition, node: str) -> tuple[LostWorker, ...]:
     ctx.set(pool_changed_at=ctx.now)
     names = ctx.state.pool.on.get(node, ())
     ctx.explain(f"node {node} lost with {len(names)} worker(s)")
-    return _lose(ctx, *(LostWorker(name, node, None, "node lost", f"node {node} is gone") for name in names))
+    return lose(ctx, *(LostWorker(name, node, None, "node lost", f"node {node} is gone") for name in names))
 
 
 def expire(ctx: Transition) -> tuple[LostWorker, ...]:
