@@ -188,8 +188,9 @@ def _merged(first: _Heap | None, second: _Heap | None) -> _Heap | None:
 
 @dataclass(frozen=True)
 class Pool:
-    """`counts`, `on`: node → numbers of its workers, their names in the order of their start. `total`: of all.
+    """The workers and nodes of a state, with counts that each change keeps up to date.
 
+    `counts`, `on`: node → numbers of its workers, their names in the order of their start. `total`: of all.
     `num_spares`, `mesh_size`: what is wanted, by which nodes share the standbys. `draining`, `dying` (stopping and
     waited for): names of workers. `crowded`: nodes with more workers than GPUs; `free`: with a free GPU; `shelf`: with
     room for a standby. `version`: another object whenever more changes than the progress of a start.

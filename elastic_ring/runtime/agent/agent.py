@@ -116,7 +116,8 @@ class News:
 
 
 class NodeAgent:
-    """The actor class. Constructing it starts nothing."""
+    """Watches one node for the coordinator: reports its workers' deaths and hangs, and kills them on order.
+    Constructing it starts nothing."""
 
     def __init__(self, spec: AgentSpec) -> None:
         self._spec, self._news = spec, News()

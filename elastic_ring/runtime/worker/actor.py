@@ -77,7 +77,8 @@ T = TypeVar("T")
 
 
 class Worker:
-    """The actor class; `runtime.driver.cluster` gives it its resources. Constructing it starts nothing."""
+    """One worker process: warms up, then carries out the coordinator's commands. `runtime.driver.cluster` gives it its
+    resources; constructing it starts nothing."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
