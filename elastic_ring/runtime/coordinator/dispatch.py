@@ -39,6 +39,7 @@ from elastic_ring.runtime.agent.stamp_dir import stamp_folder
 from elastic_ring.runtime.coordinator.inbox import Happened, Put, WorkerFound
 from elastic_ring.runtime.driver.cluster import Cluster, leave_node, watch_ref
 from elastic_ring.runtime.groups.transport import RendezvousStore, StoreAddress, common_host
+from elastic_ring.runtime.worker.actor import CONTROL
 from elastic_ring.runtime.worker.coordinator_client import CommandDetails, WorkerDescription
 from elastic_ring.runtime.worker.saver import CheckpointTerms
 
@@ -235,7 +236,8 @@ class Dispatcher:
             elif error is not None:
                 log.warning("%s: %s to %s: %s", command.cause, type(command).__name__, command.worker, error)
 
-        watch_ref(handle.command.remote(to_json(command), details), sent)
+        in_control = handle.command.options(concurrency_group=CONTROL)
+        watch_ref(in_control.remote(to_json(command), details), sent)
 
     def _rendezvous(self, command: Build) -> StoreAddress:
         identity = (command.term, command.generation)

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import ray
 import torch
 
 from elastic_ring.config import environment
@@ -150,9 +149,8 @@ class Worker:
         for target, name in threads:
             threading.Thread(target=target, name=name, daemon=True).start()
 
-    @ray.method(concurrency_group=CONTROL)
     def command(self, data: dict[str, Any], details: CommandDetails) -> None:
-        """Carry out one command; in order of arrival, as this is the only call in the one thread of its group."""
+        """Carry out one command. Called in the concurrency group CONTROL alone, whose one thread keeps the order."""
         self._is_warm.wait()
         command = from_json(data)
         try:

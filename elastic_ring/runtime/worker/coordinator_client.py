@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import psutil
-import ray
 
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.messages import (
@@ -113,6 +112,8 @@ class CoordinatorClient:
 
     def is_there(self, timeout_s: float) -> bool:
         """Whether the coordinator answers in this time. An unanswered question waits on; it is not asked again."""
+        import ray
+
         try:
             self._unanswered = self._unanswered or self.coordinator.identity.remote()
             if not ray.wait([self._unanswered], timeout=timeout_s)[0]:
@@ -126,6 +127,8 @@ class CoordinatorClient:
 
     def injector(self) -> Injector:
         """Planned faults, each of which the coordinator grants once."""
+        import ray
+
         timeout_s = self._spec.run.timeouts.hello_s
 
         def ask(index: int) -> bool:
