@@ -4,7 +4,7 @@ python -m tests.unit.project.counters             prints each counter, its bound
 python -m tests.unit.project.counters --names     prints where the names that are no names stand
 
 Two more take a person or a run: the files of a new fact (`docs/architecture.md` lists them), and the files and
-hand-overs of a worker's death, 19 and 6 (`python -m tests.ray.walk_of_a_death`).
+hand-overs of a worker's death, 15 and 5 (`python -m tests.ray.walk_of_a_death`).
 """
 
 from __future__ import annotations
