@@ -30,6 +30,7 @@ from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.task import attention_of, batch_of
 from tests.ray.conftest import ROOT, ran
 from tests.ray.fork_server import ForkServer
+from tests.small_models import small_config
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 
 pytestmark = [
@@ -157,18 +158,7 @@ def test_a_saved_llama_with_a_pattern_trains_on_a_manifest_and_is_exported(fork_
     """Beside one process with the same pattern, and back to what transformers loads, in the type of the run."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=256,
-    )
+    config = small_config()
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     prepared(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", texts(300)))
     tuned = [

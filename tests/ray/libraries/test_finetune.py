@@ -14,6 +14,7 @@ import torch
 from elastic_ring.cli import main as command
 from elastic_ring.monitor.metrics import SUMMARY_NAME
 from elastic_ring.runtime.driver.cluster import left_behind
+from tests.small_models import small_config
 from tests.unit.data.test_chat import saved
 
 pytest.importorskip("peft")
@@ -33,15 +34,9 @@ def blocks(language: str) -> list[str]:
 def test_the_page_leads_from_conversations_to_a_chat(local_ray, saved, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=400,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        bos_token_id=None,
-        eos_token_id=2,
-    )
+    sizes = {"vocab_size": 400, "hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+    own = {"max_position_embeddings": 2048, "tie_word_embeddings": False, "eos_token_id": 2}
+    config = small_config(**sizes, **own)
     transformers.LlamaForCausalLM(config).save_pretrained("base")
     for file in saved.iterdir():
         (tmp_path / "base" / file.name).write_bytes(file.read_bytes())

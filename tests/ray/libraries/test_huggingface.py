@@ -32,23 +32,12 @@ from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import ring_model
 from elastic_ring.state.checkpoints.stored_weights import StoredWeights
 from tests.ray.conftest import ROOT, Heard, bits, finished, ran, tiny_trainer
+from tests.small_models import small_config
 from tests.unit.integrations.test_export_patterns import check_same, load
 
 transformers = pytest.importorskip("transformers")
 
 CONTEXT, STEPS = 96, 4
-SIZES: dict[str, Any] = {
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": 256,
-}
 
 
 def saved(parent: Path, name: str, config: Any) -> Path:
@@ -64,7 +53,7 @@ def saved(parent: Path, name: str, config: Any) -> Path:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small tied Qwen3-MoE. Its first layer has no experts; of the second's five a rank has three."""
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
-    config = transformers.Qwen3MoeConfig(**SIZES, **experts, head_dim=8)
+    config = small_config("Qwen3Moe", **experts, head_dim=8)
     return saved(tmp_path_factory.mktemp("model"), "qwen3-moe", config)
 
 
@@ -74,14 +63,14 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
     widths = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
     others = {"topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "tie_word_embeddings": False}
-    config = transformers.DeepseekV2Config(**{**SIZES, **experts, **widths, **others})
+    config = small_config("DeepseekV2", **experts, **widths, **others)
     return saved(tmp_path_factory.mktemp("model"), "deepseek-v2", config)
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of the same sizes."""
-    return saved(tmp_path_factory.mktemp("model"), "llama", transformers.LlamaConfig(**SIZES))
+    return saved(tmp_path_factory.mktemp("model"), "llama", small_config())
 
 
 def fit(

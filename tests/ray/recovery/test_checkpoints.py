@@ -186,22 +186,6 @@ def source(local_ray: None, mixture: PreparedTokens, tmp_path_factory: pytest.Te
 
 
 @pytest.mark.soak
-def test_never_and_a_step_begin_a_lineage_of_their_own_and_other_settings_are_refused(local_ray, tmp_path):
-    every_2 = CheckpointConfig(every_steps=2, keep_last=9)
-    first = run(tmp_path, "again", **ALONE, steps=4, run={"checkpoint_config": every_2})
-    from_2 = run(tmp_path, "again", **ALONE, steps=4, run={"checkpoint_config": every_2, "resume": "2"})
-    assert "lineage-001" in from_2["checkpoints"][-1]["path"]
-    anew = run(tmp_path, "again", **ALONE, steps=4, run={"checkpoint_config": every_2, "resume": "never"})
-    assert "lineage-002" in anew["checkpoints"][-1]["path"]
-    assert anew["resumed_from"] == []
-    assert bits(first) == bits(from_2) == bits(anew)
-    with pytest.raises(ValueError, match=r"step\.global_batch: 6 there, 12 here"):
-        run(tmp_path, "other", **ALONE, steps=4, global_batch=12, run={"resume": str(tmp_path / "again")})
-    with pytest.raises(ValueError, match="no checkpoint of that step"):
-        tiny_trainer(tmp_path, "again", **ALONE, steps=4, run={"resume": "3"}).fit()
-
-
-@pytest.mark.soak
 def test_state_in_host_memory_changes_no_bit_through_kills_and_in_resuming_with_another_setting(
     local_ray, undisturbed, tmp_path
 ):

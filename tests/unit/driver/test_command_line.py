@@ -32,6 +32,7 @@ from elastic_ring.monitor.metrics import write_json
 from elastic_ring.monitor.plot import draw_run
 from elastic_ring.train.optim import learning_rate
 from elastic_ring.train.wrap import num_parameters
+from tests.small_models import small_config
 
 SHORT = """--preset --dp --cp --spares --max-dp --min-dp --steps --seed --global-batch --context --val-every --faults
 --data --align-tokens --layout --machine --pattern --cpus-per-worker --kernel --offload-activations --plan
@@ -457,26 +458,14 @@ def test_optional_packages_that_are_missing_are_named_with_the_extra_that_has_th
 
 
 def test_a_model_folder_is_planned_and_built_with_its_own_sizes(tmp_path, capsys):
-    transformers = pytest.importorskip("transformers")
-    transformers.LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        eos_token_id=None,
-        bos_token_id=None,
-    ).save_pretrained(tmp_path / "llama")
+    small_config(vocab_size=300, tie_word_embeddings=False, eos_token_id=None).save_pretrained(tmp_path / "llama")
     flags = ["--model-folder", str(tmp_path / "llama"), "--context", "64", "--run-dir", str(tmp_path / "run")]
     trainer = train.build(parse(flags))
     assert trainer.task.model().config.hidden_size == 32
     assert "huggingface.json" in trainer.config_files
     assert train.main([*flags, "--plan"]) == 0
     assert capsys.readouterr().out.startswith(f"{num_parameters(trainer.task):,} parameters on 4 ranks")
-    transformers.LlamaConfig(
-        vocab_size=200, hidden_size=32, num_attention_heads=4, num_hidden_layers=1
-    ).save_pretrained(tmp_path / "small")
+    small_config(vocab_size=200, num_hidden_layers=1, eos_token_id=None).save_pretrained(tmp_path / "small")
     assert train.main(["--model-folder", str(tmp_path / "small")]) == 2
     assert "data.vocab_size=257 is more than the model's 200" in capsys.readouterr().err
     assert not ray.is_initialized()  # which started beside
