@@ -37,8 +37,6 @@ from elastic_ring.state.checkpoints.retention import KEPT_NAME
 from elastic_ring.state.storage import folder as storage_folder
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.vote import NOTHING, Flag
-from tests.object_store.proxy import FaultyProxy
-from tests.object_store.store import ObjectStore
 from tests.unit.state.test_checkpoint import same, shard_of
 
 IDENTITY = Identity({"step.seed": "0", VERSION: CONTENTS})
@@ -120,7 +118,7 @@ def full_shapes() -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in whole_values().items()}
 
 
-def test_a_checkpoint_counts_once_every_part_is_written_and_every_step_before_it_is_on_record(tmp_path: Path) -> None:
+def test_a_checkpoint_counts_once_every_part_is_written_and_every_step_before_it_is_on_record(tmp_path):
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=2))
     parts = run.save(3)
     for part in parts[:-1]:
@@ -139,7 +137,7 @@ def test_a_checkpoint_counts_once_every_part_is_written_and_every_step_before_it
     assert same(empty, shard_of(1, CP, steps=3))
 
 
-def test_old_checkpoints_and_what_never_counted_are_removed(tmp_path: Path) -> None:
+def test_old_checkpoints_and_what_never_counted_are_removed(tmp_path):
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=2, keep_every=4))
     run.save(1, ranks=3)  # a rank dies: this one is never complete
     for step in (2, 3, 4, 5, 6):
@@ -153,9 +151,7 @@ def test_old_checkpoints_and_what_never_counted_are_removed(tmp_path: Path) -> N
     assert not (tmp_path / "checkpoints" / "step-00000008").exists(), "the end sweeps what nobody completes"
 
 
-def test_a_store_that_refuses_to_remove_what_is_left_over_holds_up_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_refuses_to_remove_what_is_left_over_holds_up_no_checkpoint(tmp_path, monkeypatch, caplog):
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=1))
     run.commit(1)
     refused = []
@@ -171,9 +167,7 @@ def test_a_store_that_refuses_to_remove_what_is_left_over_holds_up_no_checkpoint
 
 
 @pytest.mark.parametrize("goes_back", [False, True])
-def test_a_checkpoint_that_counts_only_at_the_end_leaves_no_more_than_retention_keeps(
-    tmp_path: Path, goes_back: bool
-) -> None:
+def test_a_checkpoint_that_counts_only_at_the_end_leaves_no_more_than_retention_keeps(tmp_path, goes_back):
     """The deciding thread tells nobody to clean any more."""
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=1))
     run.commit(1)
@@ -191,7 +185,7 @@ def test_a_checkpoint_that_counts_only_at_the_end_leaves_no_more_than_retention_
     assert [one.step for one in scan_checkpoints(run.keeper.stored.storage)[0]] == left, "it wrote none, so none goes"
 
 
-def test_parts_and_checkpoints_of_steps_that_were_given_up_do_not_count(tmp_path: Path) -> None:
+def test_parts_and_checkpoints_of_steps_that_were_given_up_do_not_count(tmp_path):
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
     for step in (2, 4):
         run.commit(step)
@@ -206,7 +200,7 @@ def test_parts_and_checkpoints_of_steps_that_were_given_up_do_not_count(tmp_path
     assert run.commit(4, generation=2) == [2, 4], "the step that ran again has a new one"
 
 
-def test_a_commit_on_its_way_does_not_count_once_the_run_has_gone_back(tmp_path: Path) -> None:
+def test_a_commit_on_its_way_does_not_count_once_the_run_has_gone_back(tmp_path):
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=1))
     run.commit(2)
     parts = run.save(4)
@@ -220,9 +214,7 @@ def test_a_commit_on_its_way_does_not_count_once_the_run_has_gone_back(tmp_path:
     assert [one.step for one in run.listed()] == [2]
 
 
-def test_a_checkpoint_is_set_aside_only_where_the_keeper_sees_the_damage_too_and_none_left_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_is_set_aside_only_where_the_keeper_sees_the_damage_too_and_none_left_is_refused(tmp_path):
     run = Run(tmp_path, CheckpointConfig(every_steps=1))
     run.commit(1)
     folder = "checkpoints/step-00000001/lineage-000"
@@ -236,7 +228,7 @@ def test_a_checkpoint_is_set_aside_only_where_the_keeper_sees_the_damage_too_and
         find_resume(run.config, IDENTITY)
 
 
-def test_auto_stays_in_the_newest_lineage_also_before_it_has_a_checkpoint(tmp_path: Path) -> None:
+def test_auto_stays_in_the_newest_lineage_also_before_it_has_a_checkpoint(tmp_path):
     config = CheckpointConfig(every_steps=1, keep_last=9)
     run = Run(tmp_path, config)
     run.commit(1)
@@ -250,9 +242,7 @@ def test_auto_stays_in_the_newest_lineage_also_before_it_has_a_checkpoint(tmp_pa
 
 
 @pytest.mark.parametrize("is_local", [True, False], ids=["of this run", "of another"])
-def test_auto_begins_where_a_lineage_began_that_was_cut_before_its_first_checkpoint(
-    tmp_path: Path, is_local: bool
-) -> None:
+def test_auto_begins_where_a_lineage_began_that_was_cut_before_its_first_checkpoint(tmp_path, is_local):
     every_1 = CheckpointConfig(every_steps=1, keep_last=9)
     source = Run(tmp_path / "source", every_1)
     source.commit(1)
@@ -275,9 +265,7 @@ def test_auto_begins_where_a_lineage_began_that_was_cut_before_its_first_checkpo
         find_resume(replace(run, resume="auto"), IDENTITY)
 
 
-def test_a_record_of_a_lineage_opens_no_storage_that_nobody_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_of_a_lineage_opens_no_storage_that_nobody_named(tmp_path, monkeypatch):
     opened: list[str] = []
     real = resume_module.open_or_refuse
     monkeypatch.setattr(resume_module, "open_or_refuse", lambda uri, **how: (opened.append(uri), real(uri, **how))[1])
@@ -298,7 +286,7 @@ def test_a_record_of_a_lineage_opens_no_storage_that_nobody_named(
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"sha256": "another", "format": 1}'])
-def test_a_damaged_manifest_is_set_aside_as_a_damaged_file_is(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_manifest_is_set_aside_as_a_damaged_file_is(tmp_path, damage):
     every_1 = CheckpointConfig(every_steps=1, keep_last=9)
     run = Run(tmp_path, every_1)
     run.commit(1)
@@ -316,7 +304,7 @@ def test_a_damaged_manifest_is_set_aside_as_a_damaged_file_is(tmp_path: Path, da
     assert again.commit(2, generation=2) == [2], "the step that runs again has a new one"
 
 
-def test_a_part_that_cannot_be_written_is_told_and_the_next_checkpoint_counts(tmp_path: Path) -> None:
+def test_a_part_that_cannot_be_written_is_told_and_the_next_checkpoint_counts(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     run = Run(folder, CheckpointConfig(every_steps=1))
@@ -335,9 +323,7 @@ def test_a_part_that_cannot_be_written_is_told_and_the_next_checkpoint_counts(tm
     assert run.keeper.tries.failing_s == 0.0
 
 
-def test_a_commit_that_failed_after_its_manifest_was_there_keeps_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_that_failed_after_its_manifest_was_there_keeps_its_files(tmp_path, monkeypatch):
     """As where the folder's fsync fails, or an answer is lost: the second try meets the manifest of the first."""
     monkeypatch.setattr(checkpoints, "RETRY_S", 0.5)
     run, tries = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9)), []
@@ -359,9 +345,7 @@ def test_a_commit_that_failed_after_its_manifest_was_there_keeps_its_files(
     assert checkpoints.wrong_with(Storage(str(tmp_path)).open(write=False), found.checkpoints[-1].folder) == []
 
 
-def test_a_kept_checkpoint_outlives_others_once_it_counts_and_a_step_that_is_saved_again_is_no_failure(
-    tmp_path: Path,
-) -> None:
+def test_a_kept_checkpoint_outlives_others_once_it_counts_and_a_step_that_is_saved_again_is_no_failure(tmp_path):
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=1), attempt="0123456789abcdef")
     run.commit(1)
     run.keeper.keep(1)
@@ -385,8 +369,8 @@ def test_a_kept_checkpoint_outlives_others_once_it_counts_and_a_step_that_is_sav
 
 @pytest.mark.slow
 def test_a_listing_that_fails_is_no_failed_checkpoint_and_a_commit_that_fails_is_tried_again(
-    object_store: ObjectStore, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    object_store, proxy, monkeypatch
+):
     monkeypatch.setattr(checkpoints, "RETRY_S", 2.0)
     uri = f"s3://{object_store.new_bucket()}/runs/kept"
     run = Run(uri, CheckpointConfig(every_steps=1))
@@ -415,9 +399,7 @@ def test_a_listing_that_fails_is_no_failed_checkpoint_and_a_commit_that_fails_is
     assert run.keeper.tries.failing_s == 0.0
 
 
-def test_a_checkpoint_that_is_left_out_is_told_and_the_next_is_asked_for_soon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_is_left_out_is_told_and_the_next_is_asked_for_soon(tmp_path, monkeypatch):
     run = Run(tmp_path, CheckpointConfig(every_steps=1))
     place = Place(1, 1, Mesh(DP, CP), 0, "0123456789abcdef", 0)
     run.savers[1].missed(replace(place, global_rank=1), 4)
@@ -437,9 +419,7 @@ def test_a_checkpoint_that_is_left_out_is_told_and_the_next_is_asked_for_soon(
     )
 
 
-def test_a_file_that_the_coordinator_does_not_see_whole_keeps_the_checkpoint_from_counting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_the_coordinator_does_not_see_whole_keeps_the_checkpoint_from_counting(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "RETRY_S", 0.2)
     run = Run(tmp_path, CheckpointConfig(every_steps=1))
     for step, cut in ((1, lambda file: file.unlink()), (2, lambda file: os.truncate(file, 10))):
@@ -455,7 +435,7 @@ def test_a_file_that_the_coordinator_does_not_see_whole_keeps_the_checkpoint_fro
     assert not list(tmp_path.glob("checkpoints/*/*/COMMIT.json"))
 
 
-def test_a_coordinator_that_another_one_has_replaced_commits_nothing(tmp_path: Path) -> None:
+def test_a_coordinator_that_another_one_has_replaced_commits_nothing(tmp_path):
     lost: list[TermLost] = []
 
     def ask() -> None:
@@ -474,9 +454,7 @@ def test_a_coordinator_that_another_one_has_replaced_commits_nothing(tmp_path: P
     assert len(list(tmp_path.glob("checkpoints/step-00000001/lineage-000/*/*"))) == CP * DP
 
 
-def test_whatever_keeps_a_checkpoint_from_counting_is_told_and_counts_as_failing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_keeps_a_checkpoint_from_counting_is_told_and_counts_as_failing(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "RETRY_S", 0.0)
     planned = iter([RuntimeError("a defect"), CheckpointDamaged("a manifest is damaged")])
 
@@ -495,7 +473,7 @@ def test_whatever_keeps_a_checkpoint_from_counting_is_told_and_counts_as_failing
         assert run.keeper.tries.failing_s > 0.0
 
 
-def test_what_a_replaced_submission_commits_late_is_set_aside(tmp_path: Path) -> None:
+def test_what_a_replaced_submission_commits_late_is_set_aside(tmp_path):
     """It asked for a newer term, was frozen, and wrote its manifest when the other one trained on."""
     config = CheckpointConfig(every_steps=1, keep_last=9)
     old = Run(tmp_path, config, attempt="0123456789abcdef")
@@ -510,9 +488,7 @@ def test_what_a_replaced_submission_commits_late_is_set_aside(tmp_path: Path) ->
     assert "written under term 1 by a submission that this one, with term 2, has replaced" in aside.read_text()
 
 
-def test_a_newer_checkpoint_with_a_wrong_byte_does_not_push_out_the_last_that_was_read_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newer_checkpoint_with_a_wrong_byte_does_not_push_out_the_last_that_was_read_whole(tmp_path, monkeypatch):
     def flipped(run: Run, step: int) -> list[int]:
         parts = run.write(step)
         run.keeper.look(step)
@@ -534,9 +510,7 @@ def test_a_newer_checkpoint_with_a_wrong_byte_does_not_push_out_the_last_that_wa
 
 
 @pytest.mark.slow
-def test_uploads_of_which_no_object_tells_are_aborted(
-    object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uploads_of_which_no_object_tells_are_aborted(object_store, monkeypatch):
     object_store.enter(monkeypatch)
     bucket, client = object_store.new_bucket(), object_store.client()
     storage = Storage(f"s3://{bucket}/runs/kept").open()
@@ -562,8 +536,8 @@ def test_uploads_of_which_no_object_tells_are_aborted(
 
 
 def test_a_store_that_ignores_conditions_is_known_to_the_coordinator_and_each_term_is_claimed_once(
-    object_store: ObjectStore, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    object_store, proxy, monkeypatch
+):
     proxy.fault = lambda method, path: "ignore condition"
     monkeypatch.setattr(storage_folder, "SETTLE_S", 1.0)
     run = RunConfig("kept", run_dir=f"s3://{object_store.new_bucket()}/runs/kept")
@@ -576,7 +550,7 @@ def test_a_store_that_ignores_conditions_is_known_to_the_coordinator_and_each_te
     assert not keeper.stored.storage.excludes
 
 
-def test_a_copy_that_fails_costs_that_checkpoint_and_not_the_step(tmp_path: Path) -> None:
+def test_a_copy_that_fails_costs_that_checkpoint_and_not_the_step(tmp_path):
     run = Run(tmp_path, CheckpointConfig(every_steps=1))
     shard = shard_of(0, CP, steps=1)
     next(iter(shard.optimizer.state.values()))["kept"] = object()  # no checkpoint can hold it
@@ -589,7 +563,7 @@ def test_a_copy_that_fails_costs_that_checkpoint_and_not_the_step(tmp_path: Path
     assert run.commit(2) == [2]
 
 
-def test_a_submission_finds_where_to_begin_and_other_settings_are_named(tmp_path: Path) -> None:
+def test_a_submission_finds_where_to_begin_and_other_settings_are_named(tmp_path):
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
     for step in (1, 2):
         run.commit(step)
@@ -627,7 +601,7 @@ def journalled(
     (folder / "metrics.jsonl").write_bytes(journal_bytes([{"step": k, "loss_hex": "0x1p0"} for k in range(ran)]))
 
 
-def test_manifests_that_were_taken_after_the_newest_checkpoint_hold_at_the_same_steps_again(tmp_path: Path) -> None:
+def test_manifests_that_were_taken_after_the_newest_checkpoint_hold_at_the_same_steps_again(tmp_path):
     later = {"corpus": [vars(EIGHT)]}
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9), data=lambda: later)
     for step in (2, 3):
@@ -644,7 +618,7 @@ def test_manifests_that_were_taken_after_the_newest_checkpoint_hold_at_the_same_
     assert begins_anew == Resume(1)
 
 
-def test_batches_that_were_left_out_stay_so_also_those_after_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_batches_that_were_left_out_stay_so_also_those_after_the_newest_checkpoint(tmp_path):
     later = {"skips": [vars(BatchSkip(1, 4))]}
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9), data=lambda: later)
     run.commit(2)
@@ -657,7 +631,7 @@ def test_batches_that_were_left_out_stay_so_also_those_after_the_newest_checkpoi
         find_resume(replace(acting, resume="never", skip_batches=("7+1", "7+2")), IDENTITY)
 
 
-def test_what_one_submission_knew_stands_though_the_next_is_cut_before_its_first_build(tmp_path: Path) -> None:
+def test_what_one_submission_knew_stands_though_the_next_is_cut_before_its_first_build(tmp_path):
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=9))
     run.commit(1)
     journalled(tmp_path / "attempt-001", WHOLE, ran=7)
@@ -672,14 +646,14 @@ def test_what_one_submission_knew_stands_though_the_next_is_cut_before_its_first
     assert f"line 1 of {tmp_path}/journal.jsonl is damaged" in find().damaged["journal.jsonl"]
 
 
-def test_a_run_without_a_checkpoint_begins_at_step_0_with_the_manifests_of_before(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_begins_at_step_0_with_the_manifests_of_before(tmp_path):
     config = RunConfig("none-yet", run_dir=str(tmp_path), checkpoint_config=CheckpointConfig(every_steps=100))
     journalled(tmp_path, EIGHT, ran=4)
     found = find_resume(config, IDENTITY, grows=True)
     assert found == Resume(0, corpus=(EIGHT,), num_steps=4)
 
 
-def test_a_rank_that_still_writes_says_so_and_only_rank_0_knows_what_is_due(tmp_path: Path) -> None:
+def test_a_rank_that_still_writes_says_so_and_only_rank_0_knows_what_is_due(tmp_path):
     run = RunConfig("due", run_dir=str(tmp_path), checkpoint_config=CheckpointConfig(every_steps=5))
     saver = Saver(run, lambda part: None)
     assert [saver.flags(applied, 20, 0) for applied in (4, 5, 10)] == [NOTHING, Flag.DUE, Flag.DUE]
@@ -691,7 +665,7 @@ def test_a_rank_that_still_writes_says_so_and_only_rank_0_knows_what_is_due(tmp_
     stays.set()
 
 
-def test_the_interval_follows_cost_and_failures_within_bounds_where_nobody_sets_it() -> None:
+def test_the_interval_follows_cost_and_failures_within_bounds_where_nobody_sets_it():
     schedule = SaveSchedule(CheckpointConfig())
     assert not schedule.is_due(5, 10)
     schedule.saved(0.5)
@@ -707,7 +681,7 @@ def test_the_interval_follows_cost_and_failures_within_bounds_where_nobody_sets_
         assert schedule.is_due(10, 10) == is_due, "the last step is saved where that is quick"
 
 
-def test_the_first_checkpoint_comes_after_step_1_where_nobody_sets_the_interval(tmp_path: Path) -> None:
+def test_the_first_checkpoint_comes_after_step_1_where_nobody_sets_the_interval(tmp_path):
     terms = CheckpointTerms("attempt", 0, 86_400.0, True)
     parts: list[Any] = []
     saver = Saver(RunConfig("first", run_dir=str(tmp_path)), parts.append)
@@ -735,7 +709,7 @@ def step(number: int, loss: float) -> StepMetrics:
     return StepMetrics(number, loss, 1.0, 0.1, 8, 8.0, 1.0, False, 1, Mesh(1, 1), 1)
 
 
-def test_a_step_that_runs_again_is_recorded_once_if_its_loss_is_equal_else_with_both_values(tmp_path: Path) -> None:
+def test_a_step_that_runs_again_is_recorded_once_if_its_loss_is_equal_else_with_both_values(tmp_path):
     with MetricsLog(tmp_path) as metrics:
         for number in range(4):
             metrics.record(step(number, float(number)))
@@ -753,7 +727,7 @@ def test_a_step_that_runs_again_is_recorded_once_if_its_loss_is_equal_else_with_
     assert [line["loss"] for line in read_metrics(tmp_path)] == [0.0, 1.0, 2.0, 3.5]
 
 
-def test_a_gap_that_was_lost_with_its_writer_is_told_once_and_holds_nothing_up(tmp_path: Path) -> None:
+def test_a_gap_that_was_lost_with_its_writer_is_told_once_and_holds_nothing_up(tmp_path):
     with MetricsLog(tmp_path) as metrics:
         metrics.record(step(0, 1.0))
         metrics.begin_at(5)
@@ -772,9 +746,7 @@ def test_a_gap_that_was_lost_with_its_writer_is_told_once_and_holds_nothing_up(t
 # ---------------------------------------------------------------- records in an object store
 
 
-def test_records_come_back_from_the_store_alone_and_a_later_term_wins(
-    object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_come_back_from_the_store_alone_and_a_later_term_wins(object_store, tmp_path, monkeypatch):
     object_store.enter(monkeypatch, TMPDIR=str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(run_storage, "PIECE_BYTES", 40)
@@ -806,9 +778,7 @@ def test_records_come_back_from_the_store_alone_and_a_later_term_wins(
     first.close(10.0)
 
 
-def test_the_manifests_of_a_run_come_from_its_records_in_the_store(
-    object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_manifests_of_a_run_come_from_its_records_in_the_store(object_store, tmp_path, monkeypatch):
     object_store.enter(monkeypatch, TMPDIR=str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     run = RunConfig("growing", storage_path=f"s3://{object_store.new_bucket()}/runs")
@@ -818,9 +788,7 @@ def test_the_manifests_of_a_run_come_from_its_records_in_the_store(
     assert (found.corpus, found.num_steps) == ((WHOLE,), 6)
 
 
-def test_a_store_that_does_not_answer_is_told_and_ends_nothing(
-    object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_does_not_answer_is_told_and_ends_nothing(object_store, tmp_path, monkeypatch):
     gateway = object_store.another_gateway()
     gateway.enter(monkeypatch, TMPDIR=str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)

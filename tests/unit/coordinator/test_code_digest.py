@@ -80,7 +80,7 @@ def digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
     return of
 
 
-def test_comments_layout_places_and_what_is_not_used_change_no_digest(digests: Callable[..., tuple[str, str]]) -> None:
+def test_comments_layout_places_and_what_is_not_used_change_no_digest(digests):
     before = digests()
     assert "" not in before
     moved = LOSS.replace("    return inner", "\n    # a comment\n    return  inner").replace("/some", "/other")
@@ -88,7 +88,7 @@ def test_comments_layout_places_and_what_is_not_used_change_no_digest(digests: C
     assert code_digest(language_model_loss) == code_digest(partial(Transformer, preset("laptop"))) == ""
 
 
-def test_code_without_a_file_has_a_digest_as_a_lambda_on_a_shared_line_has() -> None:
+def test_code_without_a_file_has_a_digest_as_a_lambda_on_a_shared_line_has():
     made: dict[str, Any] = {"__name__": "a_notebook"}
     for factor in (2, 3):
         exec(f"class M{factor}:\n    def f(self, x):\n        return x * {factor}\n", made)
@@ -173,9 +173,7 @@ Model = Net
         (RICH, "value * by", "value / by", (True, False)),
     ],
 )
-def test_an_edit_changes_the_digest_of_what_reaches_it(
-    digests: Callable[..., tuple[str, str]], source: str, old: str, new: str, which: tuple[bool, bool]
-) -> None:
+def test_an_edit_changes_the_digest_of_what_reaches_it(digests, source, old, new, which):
     before = digests(source)
     after = digests(source.replace(old, new), HELPER.replace(old, new), "b")
     assert tuple(one != other for one, other in zip(before, after, strict=True)) == which
@@ -191,7 +189,7 @@ print(code_digest(users.loss), code_digest(users.Net))
 """
 
 
-def test_another_process_host_place_and_count_change_no_digest(tmp_path: Path) -> None:
+def test_another_process_host_place_and_count_change_no_digest(tmp_path):
     found = set()
     for seed, folder in (("1", "a"), ("2", "site")):
         at = tmp_path / folder
@@ -206,7 +204,7 @@ def test_another_process_host_place_and_count_change_no_digest(tmp_path: Path) -
     assert len(found) == 1
 
 
-def test_a_notebook_counts_settings_and_no_process_facts() -> None:
+def test_a_notebook_counts_settings_and_no_process_facts():
     def of(**values: Any) -> str:
         made: dict[str, Any] = {"__name__": "a_notebook", **values}
         exec("def f(x):\n    global COUNT\n    COUNT = 2\n    return WIDTH, D, COUNT, AT, __name__, x.step", made)
@@ -221,7 +219,7 @@ def test_a_notebook_counts_settings_and_no_process_facts() -> None:
     assert len({of(**usual), of(**{**usual, "WIDTH": Cfg(4)}), of(**{**usual, "D": {"a": [1, 3]}})}) == 3
 
 
-def test_libraries_wherever_they_lie_are_no_users_and_long_chains_are_followed(tmp_path: Path) -> None:
+def test_libraries_wherever_they_lie_are_no_users_and_long_chains_are_followed(tmp_path):
     code = compile("def f(x):\n    return x", str(tmp_path / "env/lib/dist-packages/one.py"), "exec")
     made: dict[str, Any] = {"__name__": "one"}
     exec(code, made)
@@ -232,9 +230,7 @@ def test_libraries_wherever_they_lie_are_no_users_and_long_chains_are_followed(t
     assert code_digest(chain) == code_digest(digests) != ""
 
 
-def test_submodules_are_followed_and_other_modules_names_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submodules_are_followed_and_other_modules_names_are_not(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def of(name: str, depth: str, other: str = "1") -> str:
@@ -254,7 +250,7 @@ def test_submodules_are_followed_and_other_modules_names_are_not(
     assert not set(of("packc", "4").split()) & set(usual.split())
 
 
-def test_bytecode_of_two_pythons_is_not_compared() -> None:
+def test_bytecode_of_two_pythons_is_not_compared():
     assert changed_parts({"loss": "py3.11:a"}, {"loss": "py3.12:b"}) == []
     assert changed_parts({"loss": "py3.12:a"}, {"loss": "py3.12:b"}) == ["loss"]
     assert changed_parts({"loss": "a", "model": "b"}, {"loss": "a"}) == ["model"]
@@ -275,9 +271,7 @@ def submission(folder: Path, factor: float, **run: Any) -> Submission:
     return trainer.submission().with_code()
 
 
-def test_a_run_of_the_same_name_with_other_code_is_refused_with_three_ways_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_of_the_same_name_with_other_code_is_refused_with_three_ways_out(tmp_path, caplog):
     submission(tmp_path, 1.0).write_record()
     assert submission(tmp_path, 1.0).finished_summary() is None
     with pytest.raises(ValueError, match=r"other code of loss.*another name; .*--run\.code-changed.* remove"):
@@ -310,7 +304,7 @@ print(code_digest(Net), code_digest(loss), code_digest(lambda model, batch: loss
 """
 
 
-def test_a_script_may_change_its_comments_its_unused_code_and_its_steps_and_not_what_trains(tmp_path: Path) -> None:
+def test_a_script_may_change_its_comments_its_unused_code_and_its_steps_and_not_what_trains(tmp_path):
     def digests(script: str = SCRIPT, helper: str = HELPER) -> list[str]:
         (tmp_path / "helper.py").write_text(helper)
         (tmp_path / "script.py").write_text(script)

@@ -29,13 +29,7 @@ from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.callbacks import Callback
 from elastic_ring.monitor.journal import Journal, salvage
-from elastic_ring.monitor.metrics import (
-    MetricsLog,
-    StepMetrics,
-    Summary,
-    read_metrics,
-    write_json,
-)
+from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, Summary, read_metrics, write_json
 from elastic_ring.runtime.agent.messages import Said
 from elastic_ring.runtime.coordinator.resume import find_resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
@@ -241,14 +235,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("file", "number"), CASES)
-def test_each_file_that_a_run_keeps_may_be_damaged_in_each_way(
-    runs: tuple[Path, Path],
-    file: str,
-    number: int,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_each_file_that_a_run_keeps_may_be_damaged_in_each_way(runs, file, number, tmp_path, caplog, capsys):
     folder, (own, stranger) = tmp_path / "run", runs
     shutil.copytree(own, folder)
     # The stranger's shards of this step have the same bytes.
@@ -299,9 +286,7 @@ def looked_at(folder: Path, file: str, damage: str, capsys: pytest.CaptureFixtur
             assert (code, "WRONG" in out) == (1, True)
 
 
-def test_a_finished_run_is_finished_and_from_its_checkpoints_alone_it_goes_on_from_the_newest(
-    runs: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_finished_run_is_finished_and_from_its_checkpoints_alone_it_goes_on_from_the_newest(runs, tmp_path, caplog):
     shutil.copytree(runs[0], tmp_path / "run")
     assert submitted(tmp_path / "run", 4, caplog).is_finished
     (tmp_path / "run" / "weights.safetensors").unlink()
@@ -317,9 +302,7 @@ def test_a_finished_run_is_finished_and_from_its_checkpoints_alone_it_goes_on_fr
         check_writable(tmp_path / "photos")
 
 
-def test_a_newer_lineage_whose_checkpoints_are_damaged_gives_way_to_whole_ones_before_it(
-    runs: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_newer_lineage_whose_checkpoints_are_damaged_gives_way_to_whole_ones_before_it(runs, tmp_path, caplog):
     folder = tmp_path / "run"
     shutil.copytree(runs[0], folder)
     (newer := folder / "checkpoints/step-00000001/lineage-001").mkdir(parents=True)
@@ -334,9 +317,7 @@ def test_a_newer_lineage_whose_checkpoints_are_damaged_gives_way_to_whole_ones_b
         submitted(folder, 6, caplog)
 
 
-def test_a_checkpoint_in_a_folder_of_another_name_does_not_count_for_anybody(
-    runs: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_in_a_folder_of_another_name_does_not_count_for_anybody(runs, tmp_path, caplog, capsys):
     folder = tmp_path / "run"
     shutil.copytree(runs[0], folder)
     shutil.copytree(folder / STEP_4, folder / "checkpoints/step-00000009/lineage-000")
@@ -354,9 +335,7 @@ def test_a_checkpoint_in_a_folder_of_another_name_does_not_count_for_anybody(
     assert list((folder / STEP_4).glob("attempt-*/*.safetensors")), "named by a manifest that was set aside, too"
 
 
-def test_what_was_set_aside_stays_though_the_step_gets_a_new_checkpoint_that_goes(
-    runs: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_what_was_set_aside_stays_though_the_step_gets_a_new_checkpoint_that_goes(runs, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(runs[0], folder)
     (shard,) = folder.glob(f"{STEP_4}/attempt-*/shard-00000-part-00000.safetensors")
@@ -374,14 +353,14 @@ def test_what_was_set_aside_stays_though_the_step_gets_a_new_checkpoint_that_goe
     assert not (folder / STEP_4 / "COMMIT.json").exists()
 
 
-def test_the_table_of_the_docs_is_this_one() -> None:
+def test_the_table_of_the_docs_is_this_one():
     text = (Path(__file__).parents[3] / "docs" / "guarantees.md").read_text()
     rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in text.splitlines() if line[:1] == "|"]
     assert ("file", *DAMAGES) in rows
     assert [row for row in rows if row[0] in TABLE] == [(file, *cells) for file, cells in TABLE.items()]
 
 
-def test_a_line_of_the_journal_with_a_wrong_byte_is_found_though_it_is_json(tmp_path: Path) -> None:
+def test_a_line_of_the_journal_with_a_wrong_byte_is_found_though_it_is_json(tmp_path):
     with Journal(tmp_path / "j") as journal:
         for number in range(3):
             journal.append({"step": number, "loss": 2.5})

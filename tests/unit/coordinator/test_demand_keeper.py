@@ -43,20 +43,18 @@ def keep(wish: Wish, *, goes_on: bool) -> list[DemandNoted]:
     return told
 
 
-def test_a_new_coordinator_renews_what_the_one_before_asked_for_and_withdraws_it_in_the_end(
-    autoscaler: Granting,
-) -> None:
+def test_a_new_coordinator_renews_what_the_one_before_asked_for_and_withdraws_it_in_the_end(autoscaler):
     told = keep(Wish((1, 2), 1, 1), goes_on=True)
     assert autoscaler.asked == [2, 0]
     assert told[0].text == "asks the autoscaler for 2 worker(s): there is room for 1"
 
 
-def test_a_new_coordinator_withdraws_at_once_what_is_placed_by_now(autoscaler: Granting) -> None:
+def test_a_new_coordinator_withdraws_at_once_what_is_placed_by_now(autoscaler):
     keep(Wish((1, 2), 2, 2), goes_on=True)
     assert autoscaler.asked == [0], "else an idle node would be held until the request lapses"
 
 
-def test_members_of_whole_rings_need_a_gpu_each_and_standbys_none_also_after_a_change_of_dp() -> None:
+def test_members_of_whole_rings_need_a_gpu_each_and_standbys_none_also_after_a_change_of_dp():
     autoscaler = autoscaler_of("run", ScalingConfig(dp=1, cp=2, device="cuda", resources_per_worker={"CPU": 1.0}))
     with_gpu = [sum("GPU" in bundle for bundle in autoscaler.bundles(number)) for number in (1, 2, 3, 4, 5)]
     assert with_gpu == [0, 2, 2, 2, 2]
@@ -65,6 +63,6 @@ def test_members_of_whole_rings_need_a_gpu_each_and_standbys_none_also_after_a_c
     assert len(autoscaler.bundles(5)) == 5
 
 
-def test_nothing_is_asked_for_where_nobody_asked_and_all_is_there(autoscaler: Granting) -> None:
+def test_nothing_is_asked_for_where_nobody_asked_and_all_is_there(autoscaler):
     assert keep(Wish((1, 2), 2, 2), goes_on=False) == []
     assert autoscaler.asked == []

@@ -71,14 +71,14 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_run_is_refused_with_its_folder_and_the_way_out(disk: Path) -> None:
+def test_a_run_is_refused_with_its_folder_and_the_way_out(disk):
     check_writable(disk / "run")
     fill(disk)
     with pytest.raises(ValueError, match=rf"run_dir='{disk}/run' .*No space left.*free space there, or give a folder"):
         check_writable(disk / "run")
 
 
-def test_a_file_that_cannot_be_replaced_stays_and_leaves_no_temporary_file(disk: Path) -> None:
+def test_a_file_that_cannot_be_replaced_stays_and_leaves_no_temporary_file(disk):
     write_json(disk / "status.json", {"n": 1})
     fill(disk)
     with pytest.raises(OSError, match="No space left"):
@@ -88,7 +88,7 @@ def test_a_file_that_cannot_be_replaced_stays_and_leaves_no_temporary_file(disk:
 
 
 @pytest.mark.parametrize("opened", [True, False])
-def test_the_end_is_in_the_status_although_the_disk_is_full(disk: Path, opened: bool) -> None:
+def test_the_end_is_in_the_status_although_the_disk_is_full(disk, opened):
     run = RunConfig("full", str(disk))
     recorder = RunRecorder(run, lambda note: None, lambda: 100.0)
     run.folder.mkdir(exist_ok=True)
@@ -109,7 +109,7 @@ def test_the_end_is_in_the_status_although_the_disk_is_full(disk: Path, opened: 
     assert names(run.folder) - {"filler"} == {"status.json", "journal.jsonl", "metrics.jsonl"}
 
 
-def test_a_full_run_folder_is_waited_for_and_told_while_the_clock_stands(disk: Path, told: list[str]) -> None:
+def test_a_full_run_folder_is_waited_for_and_told_while_the_clock_stands(disk, told):
     clock = Clock()
     wait = StorageWait(RunConfig("full", str(disk)), clock)
     wait.tell = told.append
@@ -132,7 +132,7 @@ def test_a_full_run_folder_is_waited_for_and_told_while_the_clock_stands(disk: P
     assert not wait.is_waiting
 
 
-def test_a_run_that_is_to_end_waits_for_its_folder_no_longer(disk: Path, told: list[str]) -> None:
+def test_a_run_that_is_to_end_waits_for_its_folder_no_longer(disk, told):
     wait = StorageWait(RunConfig("full", str(disk)), Clock())
     wait.tell = told.append
     journal = Journal(disk / "journal.jsonl", retries=wait).open()
@@ -145,7 +145,7 @@ def test_a_run_that_is_to_end_waits_for_its_folder_no_longer(disk: Path, told: l
             done.result(timeout=30)
 
 
-def test_a_checkpoint_folder_that_is_read_only_for_a_while_is_waited_for_and_named(disk: Path, told: list[str]) -> None:
+def test_a_checkpoint_folder_that_is_read_only_for_a_while_is_waited_for_and_named(disk, told):
     storage = Storage(str(disk / "run"), timeout_s=30.0, tell=told.append).open()
     remount(disk, MS_RDONLY)
     with ThreadPoolExecutor(1) as saver:

@@ -51,7 +51,7 @@ def _crosswise(**changes: object) -> policy.Situation:
     return replace(situation, **changes)  # type: ignore[arg-type]
 
 
-def test_a_dead_member_is_replaced_by_its_own_nodes_standby_even_if_the_others_looks_better() -> None:
+def test_a_dead_member_is_replaced_by_its_own_nodes_standby_even_if_the_others_looks_better():
     free = policy.plan(_crosswise())
     assert isinstance(free, policy.Plan)
     assert free.members[1] == "at-b", "without limits the holders of one shard are kept apart"
@@ -61,20 +61,20 @@ def test_a_dead_member_is_replaced_by_its_own_nodes_standby_even_if_the_others_l
     assert (bound.action, bound.promise) == ("spare took its place", "bit-exact")
 
 
-def test_a_standby_on_a_full_node_replaces_nobody_elsewhere() -> None:
+def test_a_standby_on_a_full_node_replaces_nobody_elsewhere():
     planned = policy.plan(_crosswise(gpus_on=FOUR_EACH, spares=("at-b",)))
     assert isinstance(planned, policy.Plan)
     assert planned.mesh == Mesh(1, 4)
     assert "at-b" not in planned.members
 
 
-def test_too_few_gpus_are_told_apart_from_too_few_workers() -> None:
+def test_too_few_gpus_are_told_apart_from_too_few_workers():
     both = policy.plan(_crosswise(gpus_on=FOUR_EACH, spares=("at-b",), min_dp=2))
     assert both == policy.NotEnoughWorkers(num_workers=7, num_missing=1, num_crowded=1)
     assert policy.plan(_crosswise(spares=(), min_dp=2)) == policy.NotEnoughWorkers(7, 1, 0)
 
 
-def test_a_draining_members_gpu_is_free_for_nobody_until_it_has_left() -> None:
+def test_a_draining_members_gpu_is_free_for_nobody_until_it_has_left():
     healthy = {f"m{rank}": rank % 4 for rank in range(8)}
     draining = {"holders": healthy, "spares": ("at-a",), "draining": frozenset({"m0"}), "gpus_on": FOUR_EACH}
     planned = policy.plan(_crosswise(**draining))
@@ -85,7 +85,7 @@ def test_a_draining_members_gpu_is_free_for_nobody_until_it_has_left() -> None:
     assert kept.members == tuple(healthy), "it stays where nothing else keeps min_dp rings"
 
 
-def test_fewer_gpus_than_members_leave_members_out_who_may_still_donate() -> None:
+def test_fewer_gpus_than_members_leave_members_out_who_may_still_donate():
     healthy = {f"m{rank}": rank % 4 for rank in range(8)}
     planned = policy.plan(_crosswise(holders=healthy, spares=(), gpus_on={"a": 3}))
     assert isinstance(planned, policy.Plan)
@@ -132,7 +132,7 @@ def _num_able(situation: policy.Situation, workers: set[str]) -> int:
     return total
 
 
-def test_no_plan_exceeds_a_nodes_gpus_and_each_has_all_the_rings_that_fit() -> None:
+def test_no_plan_exceeds_a_nodes_gpus_and_each_has_all_the_rings_that_fit():
     rng, kinds, num_bound = random.Random(5), Counter[str](), 0
     for _ in range(4000):
         situation = _random_situation(rng)
@@ -166,7 +166,7 @@ def test_no_plan_exceeds_a_nodes_gpus_and_each_has_all_the_rings_that_fit() -> N
     assert min(kinds.values()) > 100, kinds
 
 
-def test_limits_that_nobody_reaches_change_no_plan() -> None:
+def test_limits_that_nobody_reaches_change_no_plan():
     rng = random.Random(6)
     for _ in range(1500):
         situation = _random_situation(rng)
@@ -175,7 +175,7 @@ def test_limits_that_nobody_reaches_change_no_plan() -> None:
         )
 
 
-def test_the_first_come_first_and_holders_do_not_go_by_the_queue() -> None:
+def test_the_first_come_first_and_holders_do_not_go_by_the_queue():
     node_of = dict.fromkeys("uvwxyz", "a")
     assert placeable("uvwxyz", "wx", node_of, {"a": 3}) == ["u", "w", "x"]
     assert placeable("uvwxyz", "wxy", node_of, {"a": 2}) == ["w", "x"]
@@ -205,7 +205,7 @@ def _rank_on(run: Bench, node: str) -> int:
     return next(rank for rank, name in enumerate(members(run.state)) if run.state.workers[name].node == node)
 
 
-def test_standbys_go_one_to_each_node_and_replace_their_own_nodes_members() -> None:
+def test_standbys_go_one_to_each_node_and_replace_their_own_nodes_members():
     run = Bench({"a": 9, "b": 9}, FOUR_EACH, **MESH, spares=2).form()
     assert _all_nodes(run) == {"a": 5, "b": 5}
     assert _nodes(run, *spares(run.state)) == {"a": 1, "b": 1}
@@ -220,7 +220,7 @@ def test_standbys_go_one_to_each_node_and_replace_their_own_nodes_members() -> N
     assert run.state.promise == "bit-exact"
 
 
-def test_without_a_standby_there_the_mesh_shrinks_until_a_replacement_has_started_there() -> None:
+def test_without_a_standby_there_the_mesh_shrinks_until_a_replacement_has_started_there():
     run = Bench({"a": 9, "b": 9}, FOUR_EACH, **MESH, spares=1, grow_delay_s=2.0, restart_delay_s=1.0).form()
     (standby,) = spares(run.state)
     bare = "b" if run.state.workers[standby].node == "a" else "a"
@@ -242,7 +242,7 @@ def test_without_a_standby_there_the_mesh_shrinks_until_a_replacement_has_starte
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
-def test_uneven_nodes_hold_as_many_members_as_they_have_gpus(order: str) -> None:
+def test_uneven_nodes_hold_as_many_members_as_they_have_gpus(order):
     run = Bench(dict.fromkeys(order, 12), {"a": 8, "b": 2}, **MESH, spares=3).form()
     assert _all_nodes(run) == {"ab": {"a": 9, "b": 2}, "ba": {"a": 8, "b": 3}}[order]
     for step in range(1, 9):
@@ -253,7 +253,7 @@ def test_uneven_nodes_hold_as_many_members_as_they_have_gpus(order: str) -> None
         run.all_ready()
 
 
-def test_gpus_for_no_third_ring_ask_for_no_boundary_however_many_workers_stand_by() -> None:
+def test_gpus_for_no_third_ring_ask_for_no_boundary_however_many_workers_stand_by():
     run = Bench({"a": 12, "b": 12}, {"a": 8, "b": 2}, **MESH, spares=4, max_dp=3).form()
     assert len(spares(run.state)) == 6, "two with a GPU of their own and four standbys"
     assert not only(Stop, run.wait(60.0))
@@ -263,7 +263,7 @@ def test_gpus_for_no_third_ring_ask_for_no_boundary_however_many_workers_stand_b
     assert build_in(run.report_all(5, "boundary")).mesh == Mesh(3, 4)
 
 
-def test_a_node_with_room_for_many_and_few_gpus_does_not_take_up_what_others_need() -> None:
+def test_a_node_with_room_for_many_and_few_gpus_does_not_take_up_what_others_need():
     run = Bench({"a": 30}, {"a": 2}, **MESH, spares=2)
     assert _all_nodes(run) == {"a": 3}, "two that can sit and its share of the standbys"
     run.all_ready()
@@ -278,12 +278,12 @@ def test_a_node_with_room_for_many_and_few_gpus_does_not_take_up_what_others_nee
     assert _nodes(run, *members(run.state))["a"] <= 2
 
 
-def test_a_node_without_a_single_gpu_gets_no_standby() -> None:
+def test_a_node_without_a_single_gpu_gets_no_standby():
     run = Bench({"a": 9, "b": 9}, {"a": 0, "b": 4}, dp=1, cp=4, spares=2)
     assert _all_nodes(run) == {"b": 6}
 
 
-def test_what_a_lost_node_held_starts_on_the_node_that_comes_for_it() -> None:
+def test_what_a_lost_node_held_starts_on_the_node_that_comes_for_it():
     run = Bench({"a": 6, "b": 6}, FOUR_EACH, **MESH, spares=2).form()
     run.handle(NodeLost("n", "b"))
     build_in(run.report_all(3))
@@ -303,7 +303,7 @@ def test_what_a_lost_node_held_starts_on_the_node_that_comes_for_it() -> None:
 # ------------------------------------------------------------ waiting, draining, news
 
 
-def test_waiting_says_that_gpus_are_missing_and_goes_on_when_there_are_more() -> None:
+def test_waiting_says_that_gpus_are_missing_and_goes_on_when_there_are_more():
     run = Bench({"a": 5, "b": 5}, FOUR_EACH, **MESH, spares=1, min_dp=2).form()
     (standby,) = spares(run.state)
     bare = "b" if run.state.workers[standby].node == "a" else "a"
@@ -319,7 +319,7 @@ def test_waiting_says_that_gpus_are_missing_and_goes_on_when_there_are_more() ->
     assert standby in build_in(said).members, "the node has one more"
 
 
-def test_a_drained_member_of_a_full_node_is_replaced_once_its_gpu_is_free() -> None:
+def test_a_drained_member_of_a_full_node_is_replaced_once_its_gpu_is_free():
     run = Bench({"a": 6, "b": 6}, FOUR_EACH, **MESH, spares=2).form()
     leaver = members(run.state)[0]
     run.handle(DrainRequested("u", leaver))
@@ -333,7 +333,7 @@ def test_a_drained_member_of_a_full_node_is_replaced_once_its_gpu_is_free() -> N
     assert (order.mesh, _nodes(run, *order.members)) == (Mesh(2, 4), FOUR_EACH)
 
 
-def test_a_drain_that_only_the_leavers_own_gpu_could_make_good_asks_for_no_boundary() -> None:
+def test_a_drain_that_only_the_leavers_own_gpu_could_make_good_asks_for_no_boundary():
     run = Bench({"a": 6}, {"a": 4}, dp=1, cp=4, spares=1).form()
     said = run.handle(DrainRequested("u", members(run.state)[0]))
     assert {stop.mode for stop in only(Stop, said)} == {"save"}
@@ -342,7 +342,7 @@ def test_a_drain_that_only_the_leavers_own_gpu_could_make_good_asks_for_no_bound
     assert {stop.mode for stop in only(Stop, said)} == {"boundary"}
 
 
-def test_other_gpus_are_news_and_the_same_ones_are_not() -> None:
+def test_other_gpus_are_news_and_the_same_ones_are_not():
     run = Bench({"a": 6}, {"a": 4}, dp=1, cp=4, spares=1).form()
     before = run.state
     run.handle(NodeJoined("n", "a", 6, 4))
@@ -352,7 +352,7 @@ def test_other_gpus_are_news_and_the_same_ones_are_not() -> None:
     assert run.state.pool_changed_at == run.now
 
 
-def test_after_a_build_that_failed_without_a_death_the_spares_beside_the_newcomer_let_go_of_their_gpus() -> None:
+def test_after_a_build_that_failed_without_a_death_the_spares_beside_the_newcomer_let_go_of_their_gpus():
     """One that missed its `Standby` holds a GPU that counts as free; the newcomer would wait for it every time."""
     run = Bench({"a": 9, "b": 9}, FOUR_EACH, **MESH, spares=4).form()
     rank = _rank_on(run, "a")
@@ -373,12 +373,12 @@ def test_after_a_build_that_failed_without_a_death_the_spares_beside_the_newcome
 # ------------------------------------------------------------ journals
 
 
-def test_a_journal_from_before_there_were_limits_loads() -> None:
+def test_a_journal_from_before_there_were_limits_loads():
     old = {"type": "NodeJoined", "cause": "n", "node": "a", "num_slots": 3}
     assert from_json(old) == NodeJoined("n", "a", 3, None)
 
 
 @pytest.mark.parametrize("num_gpus", [None, 0, 4])
-def test_a_nodes_gpus_survive_the_journal(num_gpus: int | None) -> None:
+def test_a_nodes_gpus_survive_the_journal(num_gpus):
     event = NodeJoined("n", "a", 3, num_gpus)
     assert from_json(to_json(event)) == event

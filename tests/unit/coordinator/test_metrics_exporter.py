@@ -146,7 +146,7 @@ def exported(recorder: RunRecorder, state: State = STATE, **more: Any) -> dict[t
     return {(metric.name, value): number for metric in pairs for value, number in pairs[metric]}
 
 
-def test_every_metric_of_the_table_has_its_values(recorder: RunRecorder) -> None:
+def test_every_metric_of_the_table_has_its_values(recorder):
     reading = reading_of(recorder)
     assert len({metric.name for metric in TABLE}) == len(TABLE)
     for metric in TABLE:
@@ -160,7 +160,7 @@ def test_every_metric_of_the_table_has_its_values(recorder: RunRecorder) -> None
         assert None not in [number for _, number in pairs], metric.name
 
 
-def test_the_values_are_those_of_the_run(recorder: RunRecorder) -> None:
+def test_the_values_are_those_of_the_run(recorder):
     found = exported(recorder)
     told = {
         ("elastic_ring_committed_steps", ""): 2,
@@ -231,7 +231,7 @@ def test_the_values_are_those_of_the_run(recorder: RunRecorder) -> None:
     assert math.isnan(found["elastic_ring_loss", ""] or 0.0)
 
 
-def test_a_coordinator_that_starts_anew_exports_the_same(recorder: RunRecorder, tmp_path: Path) -> None:
+def test_a_coordinator_that_starts_anew_exports_the_same(recorder, tmp_path):
     RunFiles(replace(RUN, run_dir=str(tmp_path)), recorder).write_status(STATE)
     again = opened_recorder(tmp_path, now=lambda: 12.5)
     again.recall(RecoveryEnded(recorder.recoveries.records[0].to_json(), closes=True), ())
@@ -246,7 +246,7 @@ def test_a_coordinator_that_starts_anew_exports_the_same(recorder: RunRecorder, 
     assert after == before
 
 
-def test_before_the_first_step_the_clock_of_progress_begins_at_the_start(tmp_path: Path) -> None:
+def test_before_the_first_step_the_clock_of_progress_begins_at_the_start(tmp_path):
     fresh = opened_recorder(tmp_path, now=lambda: 0.0)
     found = exported(fresh, replace(STATE, phase=Forming(0.0), workers={}))
     assert found["elastic_ring_last_commit_timestamp_seconds", ""] == 1000.0
@@ -263,7 +263,7 @@ def test_before_the_first_step_the_clock_of_progress_begins_at_the_start(tmp_pat
         (("peer", "user"), {"lost": ()}, "user"),
     ],
 )
-def test_a_recovery_has_one_cause(tmp_path: Path, failures: tuple[str, ...], more: dict[str, Any], kind: str) -> None:
+def test_a_recovery_has_one_cause(tmp_path, failures, more, kind):
     recorder = opened_recorder(tmp_path, now=lambda: 12.5)
     for failure in failures:
         recorder.recoveries.member_failed(MemberFailed("", "a", 1, 1, failure, 2, "text"))
@@ -290,9 +290,7 @@ class FakeMetric:
 EXPORTED: dict[str, list[tuple[dict[str, str], float]]] = {}
 
 
-def test_the_exporter_gives_ray_each_finite_number_each_recovery_once_and_the_end_last(
-    recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_exporter_gives_ray_each_finite_number_each_recovery_once_and_the_end_last(recorder, monkeypatch):
     monkeypatch.setattr(services, "Gauge", FakeMetric)
     monkeypatch.setattr(services, "Histogram", FakeMetric)
     exporter = MetricsExporter(RUN, recorder)
@@ -309,9 +307,7 @@ def test_the_exporter_gives_ray_each_finite_number_each_recovery_once_and_the_en
     assert [tags["part"] for tags, number in ended if number] == ["ended"]
 
 
-def test_a_defect_of_the_exporter_is_logged_and_does_not_reach_the_run(
-    recorder: RunRecorder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_defect_of_the_exporter_is_logged_and_does_not_reach_the_run(recorder, caplog):
     exporter = MetricsExporter(RunConfig("measured", run_dir="measured"), recorder)
     broken: Any = {"step": 1}
     recorder.recoveries.records.append(broken)
@@ -320,11 +316,11 @@ def test_a_defect_of_the_exporter_is_logged_and_does_not_reach_the_run(
     assert [line.message for line in caplog.records] == ["metrics are not exported any more"]
 
 
-def test_every_reason_of_a_loss_is_a_cause() -> None:
+def test_every_reason_of_a_loss_is_a_cause():
     assert set(LOSSES) == set(CAUSES) - {"drained", "peer", "user", "memory", "corrupt", "coordinator"}
 
 
-def test_utilisation_is_known_by_the_gpus_name_or_the_setting_and_not_with_a_pattern(recorder: RunRecorder) -> None:
+def test_utilisation_is_known_by_the_gpus_name_or_the_setting_and_not_with_a_pattern(recorder):
     task = partial(TrainingTask, data=StdlibText(8), step=StepConfig(global_batch=3), optim=OptimConfig(), flops=2e12)
     assert step_flops(task(model=nn.Identity)) == 6e12
     assert step_flops(task(model=nn.Identity, pattern=parse_pattern("window:4"))) is None
@@ -339,13 +335,13 @@ def test_utilisation_is_known_by_the_gpus_name_or_the_setting_and_not_with_a_pat
         RunConfig("measured", peak_tflops=0.0)
 
 
-def test_workers_with_different_gpus_have_no_peak(recorder: RunRecorder) -> None:
+def test_workers_with_different_gpus_have_no_peak(recorder):
     assert recorder.recoveries.bits.gpu() == "NVIDIA H100 80GB HBM3"
     recorder.recoveries.worker_started("b", 2, {"gpu": "NVIDIA A100-SXM4-80GB"})
     assert recorder.recoveries.bits.gpu() == ""
 
 
-def test_time_that_no_step_got_is_counted_by_its_cause(tmp_path: Path) -> None:
+def test_time_that_no_step_got_is_counted_by_its_cause(tmp_path):
     clock = [0.0]
     recorder = opened_recorder(tmp_path, now=lambda: clock[0])
     incident = Incident("c", 0.0, None)
@@ -373,7 +369,7 @@ def test_time_that_no_step_got_is_counted_by_its_cause(tmp_path: Path) -> None:
     assert recorder.goodput.lost.lost_s["undone"] == 4.0
 
 
-def test_every_key_of_a_nodes_reading_has_its_metric(recorder: RunRecorder) -> None:
+def test_every_key_of_a_nodes_reading_has_its_metric(recorder):
     (node,) = HEALTH.values()
     for values, counters in ((NODE, node["network"]), (GPU, node["gpus"]["0"])):
         numbers = [m.samples(reading_of(recorder))[0][1] for m in TABLE if m.values == values]

@@ -45,7 +45,7 @@ def record(
     return StepRecord(metrics, outcome, **{"checkpoint_interval_s": FIRST_INTERVAL_S, **changes})
 
 
-def test_a_late_record_of_a_step_that_is_to_run_again_is_not_published(recorder: RunRecorder) -> None:
+def test_a_late_record_of_a_step_that_is_to_run_again_is_not_published(recorder):
     recorder.steps.begun(0, (1, 1))
     assert [new.metrics.step for new in recorder.publish([record(0, (1, 1)), record(1, (1, 1))])] == [0, 1]
     recorder.steps.begun(2, (1, 3))  # nobody held the result of step 2
@@ -54,7 +54,7 @@ def test_a_late_record_of_a_step_that_is_to_run_again_is_not_published(recorder:
     assert recorder.metrics.last_step == 2
 
 
-def test_a_record_that_came_too_early_and_was_given_up_meanwhile_is_not_published(recorder: RunRecorder) -> None:
+def test_a_record_that_came_too_early_and_was_given_up_meanwhile_is_not_published(recorder):
     recorder.steps.begun(0, (1, 1))
     assert recorder.publish([record(1, (1, 1), loss=9.0)]) == [], "step 0 is on its way still"
     recorder.steps.begun(1, (1, 3))
@@ -62,14 +62,14 @@ def test_a_record_that_came_too_early_and_was_given_up_meanwhile_is_not_publishe
     assert [new.metrics.loss for new in recorder.publish([record(1, (1, 3), loss=2.0)])] == [2.0]
 
 
-def test_a_step_that_was_rolled_forward_keeps_the_record_of_those_that_voted(recorder: RunRecorder) -> None:
+def test_a_step_that_was_rolled_forward_keeps_the_record_of_those_that_voted(recorder):
     recorder.steps.begun(0, (1, 1))
     recorder.publish([record(0, (1, 1))])
     recorder.steps.begun(2, (1, 3))  # step 1's vote travelled
     assert [new.metrics.step for new in recorder.publish([record(1, (1, 1)), record(2, (1, 3))])] == [1, 2]
 
 
-def test_time_in_which_the_host_stood_still_is_no_training(recorder: RunRecorder) -> None:
+def test_time_in_which_the_host_stood_still_is_no_training(recorder):
     recorder.steps.begun(0, (1, 1))
     recorder.publish([record(0, (1, 1), frozen_s=60.0), record(1, (1, 1))])
     assert recorder.goodput.lost.lost_s["frozen"] == 60.0
@@ -80,14 +80,14 @@ def test_time_in_which_the_host_stood_still_is_no_training(recorder: RunRecorder
     assert (parts["waiting"], round(parts["steps"], 3), round(parts["other"], 3)) == (60.0, 0.2, 39.8)
 
 
-def test_a_coordinator_that_starts_anew_knows_who_began_where(tmp_path: Path) -> None:
+def test_a_coordinator_that_starts_anew_knows_who_began_where(tmp_path):
     again = opened_recorder(tmp_path)
     again.recall(Tick("t"), [Build("t", "w-0", 1, 1, Mesh(2, 2), (), 0, None, (), fresh=True)])
     assert not again.steps.counts(record(0, (1, 0)))
     assert again.steps.counts(record(0, (1, 1)))
 
 
-def test_a_coordinator_that_starts_anew_undoes_no_step_of_a_run_that_began_at_a_checkpoint(tmp_path: Path) -> None:
+def test_a_coordinator_that_starts_anew_undoes_no_step_of_a_run_that_began_at_a_checkpoint(tmp_path):
     start = Checkpoint(10, "a folder", Mesh(2, 2))
     build = Build("t", "w-0", 1, 1, Mesh(2, 2), (), 10, None, (), fresh=True, restore=start)
     for num_steps in (4, 0):
@@ -98,7 +98,7 @@ def test_a_coordinator_that_starts_anew_undoes_no_step_of_a_run_that_began_at_a_
         assert (recorder.metrics.last_step, recorder.recoveries.lines) == (13, [])
 
 
-def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_exact(recorder: RunRecorder) -> None:
+def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_exact(recorder):
     recorder.steps.begun(0, (1, 1))
     odd = NotRepeatable(0, "put_ does not have a deterministic implementation")
     assert [new.metrics.step for new in recorder.publish([odd, record(0, (1, 1))])] == [0]
@@ -106,7 +106,7 @@ def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_
 
 
 @pytest.mark.parametrize(("loss", "what"), [(2.5, "its gradient is not finite"), (float("nan"), "its loss is nan")])
-def test_a_step_that_is_not_finite_is_told_on_console_and_journal(tmp_path: Path, loss: float, what: str) -> None:
+def test_a_step_that_is_not_finite_is_told_on_console_and_journal(tmp_path, loss, what):
     notes: list[Fact] = []
     made = opened_recorder(tmp_path, notes.append)
     made.steps.begun(0, (1, 1))
@@ -118,7 +118,7 @@ def test_a_step_that_is_not_finite_is_told_on_console_and_journal(tmp_path: Path
     assert made.recoveries.lines == [told]
 
 
-def test_compilations_after_step_0_are_counted_in_the_summary_also_by_a_new_coordinator(tmp_path: Path) -> None:
+def test_compilations_after_step_0_are_counted_in_the_summary_also_by_a_new_coordinator(tmp_path):
     notes: list[Fact] = []
     made = opened_recorder(tmp_path, notes.append)
     made.publish([Compiled(0, "a", [], 12)])
@@ -132,7 +132,7 @@ def test_compilations_after_step_0_are_counted_in_the_summary_also_by_a_new_coor
     assert files(again).write_summary("", exact=True)["compilations_after_step_0"] == 3
 
 
-def test_the_summary_counts_the_steps_that_were_skipped(recorder: RunRecorder) -> None:
+def test_the_summary_counts_the_steps_that_were_skipped(recorder):
     recorder.steps.begun(0, (1, 1))
     recorder.publish([record(step, (1, 1), loss=float("nan"), skipped=True) for step in range(2)])
     summary = files(recorder).write_summary("", exact=True)
@@ -140,7 +140,7 @@ def test_the_summary_counts_the_steps_that_were_skipped(recorder: RunRecorder) -
 
 
 @pytest.mark.parametrize("kept", [0, 2, 3], ids=["moved away", "cut", "whole"])
-def test_a_digest_of_fewer_records_than_steps_is_null_and_says_why(recorder: RunRecorder, kept: int) -> None:
+def test_a_digest_of_fewer_records_than_steps_is_null_and_says_why(recorder, kept):
     recorder.steps.begun(0, (1, 1))
     recorder.publish([record(step, (1, 1)) for step in range(3)])
     path = recorder.metrics.path
@@ -156,7 +156,7 @@ def test_a_digest_of_fewer_records_than_steps_is_null_and_says_why(recorder: Run
     assert kept == 3 or f"has no lines of {3 - kept} step(s), {kept} to 2" in told[0]
 
 
-def test_after_the_end_nobody_is_a_member_whatever_phase_it_came_in(recorder: RunRecorder) -> None:
+def test_after_the_end_nobody_is_a_member_whatever_phase_it_came_in(recorder):
     """Stopped by the user in the middle of training: the core itself has not ended anything."""
     status = recorder.metrics.path.parent / "status.json"
     written = files(recorder)
@@ -173,9 +173,7 @@ def test_after_the_end_nobody_is_a_member_whatever_phase_it_came_in(recorder: Ru
     assert json.loads(status.read_text()) == over
 
 
-def test_the_end_of_a_run_that_could_not_be_opened_is_told_and_what_was_known_of_it_stays(
-    recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_run_that_could_not_be_opened_is_told_and_what_was_known_of_it_stays(recorder, monkeypatch):
     folder = recorder.metrics.path.parent
     run, status = RunConfig("records", run_dir=str(folder)), folder / "status.json"
     files(recorder).write_status(training())
@@ -198,7 +196,7 @@ def test_the_end_of_a_run_that_could_not_be_opened_is_told_and_what_was_known_of
 
 
 @pytest.mark.parametrize("left", ["", "\x00" * 8, '{"run": '])
-def test_a_status_that_a_power_cut_left_unreadable_is_none_and_the_run_goes_on(tmp_path: Path, left: str) -> None:
+def test_a_status_that_a_power_cut_left_unreadable_is_none_and_the_run_goes_on(tmp_path, left):
     run = RunConfig("records", run_dir=str(tmp_path))
     (tmp_path / "status.json").write_text(left)
     assert end_on_record(run, "a") is None
@@ -209,7 +207,7 @@ def test_a_status_that_a_power_cut_left_unreadable_is_none_and_the_run_goes_on(t
 
 
 @pytest.mark.parametrize("found", [None, "", "[]", "\x00"])
-def test_such_an_end_is_told_too_where_no_status_can_be_read(tmp_path: Path, found: str | None) -> None:
+def test_such_an_end_is_told_too_where_no_status_can_be_read(tmp_path, found):
     if found is not None:
         (tmp_path / "status.json").write_text(found)
     end = {"error": "RunFailed", "message": "OSError: x", "facts": {}, "attempt": "a"}
@@ -218,9 +216,7 @@ def test_such_an_end_is_told_too_where_no_status_can_be_read(tmp_path: Path, fou
     assert render_status(tmp_path).startswith("run records: failed: OSError: x\n")
 
 
-def test_intervals_without_a_checkpoint_are_told_to_the_driver_and_are_in_the_status(
-    recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_intervals_without_a_checkpoint_are_told_to_the_driver_and_are_in_the_status(recorder, monkeypatch):
     """A step each minute, no checkpoint, and nobody who says why."""
     recorder.steps.begun(0, (1, 1))
     for step in range(5):
@@ -234,8 +230,8 @@ def test_intervals_without_a_checkpoint_are_told_to_the_driver_and_are_in_the_st
 
 
 def test_nothing_is_overdue_in_a_coordinator_that_was_started_again_between_checkpoints_an_hour_apart(
-    recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    recorder, monkeypatch
+):
     """Each step says how far apart they are: nobody else knows that until the next checkpoint."""
     recorder.steps.begun(0, (1, 1))
     for step in range(60):
@@ -245,7 +241,7 @@ def test_nothing_is_overdue_in_a_coordinator_that_was_started_again_between_chec
     assert (recorder.detectors.checkpoints.num_intervals, recorder.recoveries.lines) == (0, [])
 
 
-def test_the_journal_ends_with_the_forecast_beside_what_was_seen(tmp_path: Path) -> None:
+def test_the_journal_ends_with_the_forecast_beside_what_was_seen(tmp_path):
     notes: list[Fact] = []
     made = opened_recorder(tmp_path, notes.append, begin=Begin(planned={"step_s": 1.5, "goodput": 0.99}))
     made.steps.begun(0, (1, 1))

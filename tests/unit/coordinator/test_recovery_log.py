@@ -31,7 +31,7 @@ def successor(notes: list[Any]) -> RecoveryLog:
     return again
 
 
-def test_a_recovery_that_was_open_is_closed_by_the_successor(notes: list[Any]) -> None:
+def test_a_recovery_that_was_open_is_closed_by_the_successor(notes):
     first = RecoveryLog(RUN, notes.append)
     first.fault_fired(0, "b", 10.0)
     first.begin(change(), 3)
@@ -45,13 +45,13 @@ def test_a_recovery_that_was_open_is_closed_by_the_successor(notes: list[Any]) -
     assert again.unfired() == []
 
 
-def test_a_fault_before_the_step_at_which_a_run_resumes_need_not_fire_again(notes: list[Any]) -> None:
+def test_a_fault_before_the_step_at_which_a_run_resumes_need_not_fire_again(notes):
     log = RecoveryLog(RUN, notes.append)
     assert log.unfired() == log.unfired(3) == list(RUN.faults)
     assert log.unfired(4) == []
 
 
-def test_survivors_that_were_replaced_too_are_not_kept(notes: list[Any]) -> None:
+def test_survivors_that_were_replaced_too_are_not_kept(notes):
     for survivors, kept in ((("a", "c", "d"), True), (("a", "c"), False), ((), False)):
         story = RecoveryLog(RUN, notes.append)
         story.begin(change(survivors=survivors), 3)
@@ -65,7 +65,7 @@ def test_survivors_that_were_replaced_too_are_not_kept(notes: list[Any]) -> None
     assert not story.records[0].survivor_pids_kept
 
 
-def test_a_coordinator_that_came_back_meanwhile_does_not_close_it(notes: list[Any]) -> None:
+def test_a_coordinator_that_came_back_meanwhile_does_not_close_it(notes):
     first = RecoveryLog(RUN, notes.append)
     first.begin(change(), 3)
     first.coordinator_back(10.8, 3, 10.6)
@@ -78,7 +78,7 @@ def test_a_coordinator_that_came_back_meanwhile_does_not_close_it(notes: list[An
     assert len(again.lines) == 2
 
 
-def test_an_unequal_machine_is_told_once_and_not_forgotten(notes: list[Any]) -> None:
+def test_an_unequal_machine_is_told_once_and_not_forgotten(notes):
     first = RecoveryLog(RUN, notes.append)
     for worker in ("a", "b"):
         first.worker_started(worker, 1, {"torch": "2.13", "cpu": "AVX512"})
@@ -94,7 +94,7 @@ def test_an_unequal_machine_is_told_once_and_not_forgotten(notes: list[Any]) -> 
     assert not successor(notes).bits.are_promised
 
 
-def test_a_mesh_that_was_replaced_as_a_whole_is_compared_with_the_first_one(notes: list[Any]) -> None:
+def test_a_mesh_that_was_replaced_as_a_whole_is_compared_with_the_first_one(notes):
     first = RecoveryLog(RUN, notes.append)
     first.worker_started("a", 1, {"cpu": "AVX512"})
     first.bits.compare_environments(("a",))
@@ -110,7 +110,7 @@ def told_places(story: RecoveryLog, mesh: Mesh, **gpus: str) -> None:
     story.compare_members(mesh, tuple(gpus))
 
 
-def test_a_rank_that_moves_to_another_gpu_ends_the_promise_where_three_or_more_are_summed(notes: list[Any]) -> None:
+def test_a_rank_that_moves_to_another_gpu_ends_the_promise_where_three_or_more_are_summed(notes):
     for mesh, kept in ((Mesh(2, 2), True), (Mesh(1, 4), False), (Mesh(4, 1), False)):
         notes.clear()
         story = RecoveryLog(RUN, notes.append)
@@ -130,7 +130,7 @@ def test_a_rank_that_moves_to_another_gpu_ends_the_promise_where_three_or_more_a
         )
 
 
-def test_places_on_cpus_and_of_another_mesh_promise_nothing_and_break_nothing(notes: list[Any]) -> None:
+def test_places_on_cpus_and_of_another_mesh_promise_nothing_and_break_nothing(notes):
     story = RecoveryLog(RUN, notes.append)
     told_places(story, Mesh(3, 1), a="", b="", c="")
     assert notes == []
@@ -139,7 +139,7 @@ def test_places_on_cpus_and_of_another_mesh_promise_nothing_and_break_nothing(no
     assert story.bits.are_promised
 
 
-def test_a_rank_that_told_its_gpu_to_the_coordinator_before_has_not_moved(notes: list[Any]) -> None:
+def test_a_rank_that_told_its_gpu_to_the_coordinator_before_has_not_moved(notes):
     first = RecoveryLog(RUN, notes.append)
     told_places(first, Mesh(1, 4), a="g0", b="g1", c="g2", d="g3")
     again = successor(notes)
@@ -149,7 +149,7 @@ def test_a_rank_that_told_its_gpu_to_the_coordinator_before_has_not_moved(notes:
     assert not again.bits.are_promised
 
 
-def test_what_is_not_repeatable_is_told_once_and_no_later_recovery_is_exact(notes: list[Any]) -> None:
+def test_what_is_not_repeatable_is_told_once_and_no_later_recovery_is_exact(notes):
     story = RecoveryLog(RUN, notes.append)
     story.bits.not_repeatable(2, "put_ does not have a deterministic implementation")
     story.bits.not_repeatable(2, "deterministic=False")
@@ -164,7 +164,7 @@ def test_what_is_not_repeatable_is_told_once_and_no_later_recovery_is_exact(note
     assert not successor(notes).bits.are_promised
 
 
-def test_a_worker_that_was_killed_for_its_device_is_told_of_by_the_devices_words(notes: list[Any]) -> None:
+def test_a_worker_that_was_killed_for_its_device_is_told_of_by_the_devices_words(notes):
     story = RecoveryLog(RUN, notes.append)
     story.deaths["b"] = Death("b", 1, "died", "killed by SIGKILL", 0.0, 3, "backward")
     lost = (LostWorker("b", "node", 1, "device error", "AcceleratorError: CUDA error: an ECC error"),)

@@ -47,11 +47,10 @@ from elastic_ring.runtime.coordinator.term_storage import StorageWait, TermStora
 from elastic_ring.runtime.run_storage import Mirror
 from elastic_ring.runtime.terms import Terms, TermWatch
 from tests.object_store.proxy import DELAY_S, faulty_proxy
-from tests.object_store.store import ObjectStore
 from tests.unit.coordinator.builders import training
 
 
-def test_beats_are_echoed_and_faults_refused_while_the_end_is_being_written() -> None:
+def test_beats_are_echoed_and_faults_refused_while_the_end_is_being_written():
     coordinator_client: Inbox = queue.Queue()
     answer: queue.Queue[bool] = queue.Queue()
     echoed = threading.Event()
@@ -76,7 +75,7 @@ def test_beats_are_echoed_and_faults_refused_while_the_end_is_being_written() ->
     assert answer.get(timeout=30.0) is False
 
 
-def test_a_checkpoint_that_is_posted_last_is_known_when_the_work_is_done() -> None:
+def test_a_checkpoint_that_is_posted_last_is_known_when_the_work_is_done():
     """The summary that follows has it."""
     events: Inbox = queue.Queue()
     posted, saved = threading.Event(), list[Any]()
@@ -95,7 +94,7 @@ def test_a_checkpoint_that_is_posted_last_is_known_when_the_work_is_done() -> No
     assert saved == [{"step": 3}]
 
 
-def test_a_user_who_stops_the_end_waits_for_none_of_it() -> None:
+def test_a_user_who_stops_the_end_waits_for_none_of_it():
     events: Inbox = queue.Queue()
     events.put(Abandoned("stopped by the user"))
     hangs = threading.Event()
@@ -103,7 +102,7 @@ def test_a_user_who_stops_the_end_waits_for_none_of_it() -> None:
     hangs.set()
 
 
-def test_the_end_says_what_it_is_busy_with_once_that_takes_long(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_end_says_what_it_is_busy_with_once_that_takes_long(caplog):
     caplog.set_level("INFO")
     told: list[str] = []
     now = [0.0]
@@ -119,7 +118,7 @@ def test_the_end_says_what_it_is_busy_with_once_that_takes_long(caplog: pytest.L
     ]
 
 
-def test_what_a_run_whose_steps_are_done_still_writes_is_named_by_rank_and_place() -> None:
+def test_what_a_run_whose_steps_are_done_still_writes_is_named_by_rank_and_place():
     running = training()
     phases: Any = {"w-0": {"phase": "save"}}
     assert unfinished(running, 3, "/runs/over", phases) == ""
@@ -175,9 +174,7 @@ def status(deciding: Any) -> dict[str, Any]:
     return found
 
 
-def test_nothing_is_decided_in_the_turn_in_which_the_clock_has_ended_the_run(
-    deciding: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_decided_in_the_turn_in_which_the_clock_has_ended_the_run(deciding, monkeypatch):
     """The driver was killed and its lease is over; a worker that lives still has published meanwhile."""
     monkeypatch.setattr(DriverFeed, "silent_s", 1e9)
     deciding.is_ready = True
@@ -195,8 +192,8 @@ def test_nothing_is_decided_in_the_turn_in_which_the_clock_has_ended_the_run(
     [(JournalDamaged("line 1"), True), (OSError(5, "Input/output error"), True), (RunFailed("it has finished"), False)],
 )
 def test_a_coordinator_that_cannot_open_its_run_ends_it_in_the_status_unless_the_folder_is_not_its_own(
-    deciding: Any, error: Exception, told: bool
-) -> None:
+    deciding, error, told
+):
     deciding.is_restart = isinstance(error, JournalDamaged | RunFailed)  # after any other it would start once more
 
     def fail() -> None:
@@ -212,7 +209,7 @@ def test_a_coordinator_that_cannot_open_its_run_ends_it_in_the_status_unless_the
     assert [after_s for after_s, _ in deciding.timers] == [60.0], "its name and its process are free after the lease"
 
 
-def test_a_full_disk_at_the_start_is_told_with_the_folder_and_the_way_out(deciding: Any) -> None:
+def test_a_full_disk_at_the_start_is_told_with_the_folder_and_the_way_out(deciding):
     deciding.is_restart = False
 
     def fail() -> None:
@@ -225,9 +222,7 @@ def test_a_full_disk_at_the_start_is_told_with_the_folder_and_the_way_out(decidi
     assert "Free space there, or give another folder" in deciding.driver_feed.ended["message"]
 
 
-def test_an_end_whose_records_cannot_be_written_is_in_the_status_all_the_same(
-    deciding: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_whose_records_cannot_be_written_is_in_the_status_all_the_same(deciding, monkeypatch):
     def fail(*_: object) -> None:
         raise RuntimeError("no picture")
 
@@ -242,7 +237,7 @@ def test_an_end_whose_records_cannot_be_written_is_in_the_status_all_the_same(
 
 @pytest.mark.parametrize("ready", [True, False])
 @pytest.mark.parametrize("cleared", [True, False])
-def test_a_runs_own_stamps_go_once_its_actors_have_gone(deciding: Any, ready: bool, cleared: bool) -> None:
+def test_a_runs_own_stamps_go_once_its_actors_have_gone(deciding, ready, cleared):
     folder = stamp_dir.stamp_folder("over", deciding.run_spec.attempt)
     os.close(hold(folder, 30.0))
     (folder / "w-0.stamp").touch()
@@ -262,7 +257,7 @@ def test_a_runs_own_stamps_go_once_its_actors_have_gone(deciding: Any, ready: bo
     assert list(folder.parent.iterdir()) == []
 
 
-def test_beats_are_answered_for_a_deciding_thread_that_waits_for_the_runs_folder(deciding: Any) -> None:
+def test_beats_are_answered_for_a_deciding_thread_that_waits_for_the_runs_folder(deciding):
     """Its agent would take it for hung after 15 s, and kill it."""
     heard: list[str] = []
     deciding.node_monitor = SimpleNamespace(echo=heard.append)
@@ -274,9 +269,7 @@ def test_beats_are_answered_for_a_deciding_thread_that_waits_for_the_runs_folder
 
 
 @pytest.mark.parametrize("moment", ["on time", "at the end"])
-def test_a_coordinator_whose_run_is_taken_over_tells_its_driver_and_writes_nothing_more(
-    deciding: Any, moment: str
-) -> None:
+def test_a_coordinator_whose_run_is_taken_over_tells_its_driver_and_writes_nothing_more(deciding, moment):
     deciding._open = lambda: None
     deciding._decide = lambda event: None
     killed: list[str] = []
@@ -305,8 +298,8 @@ def test_a_coordinator_whose_run_is_taken_over_tells_its_driver_and_writes_nothi
 @pytest.mark.slow
 @pytest.mark.parametrize("is_taken", [False, True])
 def test_an_end_that_a_user_stopped_while_the_store_was_slow_writes_its_records_unless_the_run_is_anothers_by_then(
-    deciding: Any, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, is_taken: bool
-) -> None:
+    deciding, object_store, monkeypatch, is_taken
+):
     with faulty_proxy(object_store.port) as proxy:
         object_store.enter(monkeypatch, AWS_ENDPOINT_URL=proxy.endpoint)
         in_store = RunConfig("over", run_dir=f"s3://{object_store.new_bucket()}/runs")
@@ -329,7 +322,7 @@ def test_an_end_that_a_user_stopped_while_the_store_was_slow_writes_its_records_
     assert ((folder / "status.json").read_text() == "the other's") is is_taken
 
 
-def test_a_run_whose_storage_tells_nothing_of_terms_ends_after_fail_after_s(deciding: Any) -> None:
+def test_a_run_whose_storage_tells_nothing_of_terms_ends_after_fail_after_s(deciding):
     deciding.storage.watch.silent_s = lambda: 3601.0
     deciding._end_if_nobody_answers()
     assert deciding.driver_feed.ended["error"] == "StorageFailed"
@@ -339,7 +332,7 @@ def test_a_run_whose_storage_tells_nothing_of_terms_ends_after_fail_after_s(deci
     )
 
 
-def test_a_note_of_a_replaced_coordinator_does_not_count(deciding: Any) -> None:
+def test_a_note_of_a_replaced_coordinator_does_not_count(deciding):
     deciding.note(term_note(1, 0))
     deciding.storage.journal.append(term_note(2, 1))  # its successor has read one line
     deciding.note({"note": "checkpoint", "of": "the old one"})

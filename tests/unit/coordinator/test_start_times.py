@@ -10,7 +10,7 @@ def table(*stages: StartStage) -> list[str]:
     return start_table(fact_of(line_of(stage)) for stage in stages)
 
 
-def test_the_worker_that_the_others_waited_for_is_shown_in_the_order_of_time() -> None:
+def test_the_worker_that_the_others_waited_for_is_shown_in_the_order_of_time():
     lines = table(
         StartStage("driver", "imports", 100.0, 3.0),
         StartStage("w1", "imports", 104.0, 9.0),
@@ -31,11 +31,11 @@ def test_the_worker_that_the_others_waited_for_is_shown_in_the_order_of_time() -
     assert lines[-1] == "2 other worker(s) beside it"
 
 
-def test_a_run_of_before_has_no_stages_and_says_so() -> None:
+def test_a_run_of_before_has_no_stages_and_says_so():
     assert table() == ["no stage of this run's start is on record"]
 
 
-def test_stages_follow_each_other_without_a_gap_from_the_beginning_of_the_process() -> None:
+def test_stages_follow_each_other_without_a_gap_from_the_beginning_of_the_process():
     stages = Stages("imports")
     stages.begin("works")
     stages.begin("")

@@ -26,7 +26,7 @@ def run_spec(folder: Path, attempt: str, submitted_unix_s: float = 50.0) -> RunS
     return RunSpec(RunConfig("opened", run_dir=str(folder)), ScalingConfig(), task, attempt, "", submitted_unix_s, "")
 
 
-def test_a_start_on_gpus_waits_for_its_spares_whose_warm_up_would_run_beside_its_first_steps(tmp_path: Path) -> None:
+def test_a_start_on_gpus_waits_for_its_spares_whose_warm_up_would_run_beside_its_first_steps(tmp_path):
     on_cpus = run_spec(tmp_path, "a")
     on_gpus = replace(on_cpus, scaling=ScalingConfig(device="cuda"))
     assert [control_options(made).waits_for_spares for made in (on_cpus, on_gpus)] == [False, True]
@@ -47,20 +47,20 @@ def begun(folder: Path, attempt: str, now: float = 10.0) -> None:
     (folder / "journal.jsonl").write_bytes(journal_bytes(notes))
 
 
-def test_an_empty_folder_is_a_first_beginning_and_terms_rise(tmp_path: Path) -> None:
+def test_an_empty_folder_is_a_first_beginning_and_terms_rise(tmp_path):
     terms = [opened(run_spec(tmp_path / "new", "a")).term for _ in range(3)]
     assert terms == [1, 2, 3]
     assert opened(run_spec(tmp_path / "new", "a")).begin is None
 
 
-def test_the_journal_of_the_same_attempt_is_gone_on_with(tmp_path: Path) -> None:
+def test_the_journal_of_the_same_attempt_is_gone_on_with(tmp_path):
     begun(tmp_path, "a")
     found = opened(run_spec(tmp_path, "a"), is_restart=True, remaining=["er:opened:w-1"])
     assert (found.num_written, found.begin and found.begin["now"]) == (2, 10.0)
     assert (tmp_path / "journal.jsonl").exists()
 
 
-def test_another_attempts_records_are_set_aside_and_nothing_of_them_is_read(tmp_path: Path) -> None:
+def test_another_attempts_records_are_set_aside_and_nothing_of_them_is_read(tmp_path):
     begun(tmp_path, "a")
     found = opened(run_spec(tmp_path, "b"))
     assert (found.num_written, found.lines) == (0, ())
@@ -68,7 +68,7 @@ def test_another_attempts_records_are_set_aside_and_nothing_of_them_is_read(tmp_
     assert not (tmp_path / "journal.jsonl").exists()
 
 
-def test_a_resumed_attempt_goes_on_with_the_metrics_and_with_nothing_else(tmp_path: Path) -> None:
+def test_a_resumed_attempt_goes_on_with_the_metrics_and_with_nothing_else(tmp_path):
     begun(tmp_path, "a")
     (tmp_path / "metrics.jsonl").write_bytes(journal_bytes([{"step": 0}]))
     (tmp_path / "status.json").write_bytes(json_bytes({}))
@@ -78,9 +78,7 @@ def test_a_resumed_attempt_goes_on_with_the_metrics_and_with_nothing_else(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt-001", "metrics.jsonl", "terms"]
 
 
-def test_a_restart_gives_way_to_a_later_submission_and_to_workers_of_a_journal_that_it_cannot_see(
-    tmp_path: Path,
-) -> None:
+def test_a_restart_gives_way_to_a_later_submission_and_to_workers_of_a_journal_that_it_cannot_see(tmp_path):
     begun(tmp_path / "taken", "b", now=99.0)
     with pytest.raises(RunFailed, match="another submission has taken"):
         opened(run_spec(tmp_path / "taken", "a"), is_restart=True)
@@ -91,7 +89,7 @@ def test_a_restart_gives_way_to_a_later_submission_and_to_workers_of_a_journal_t
     assert not (tmp_path / "elsewhere").exists(), "nothing remakes a folder that was moved away"
 
 
-def test_a_finished_run_and_actors_that_stay_are_no_beginning(tmp_path: Path) -> None:
+def test_a_finished_run_and_actors_that_stay_are_no_beginning(tmp_path):
     (tmp_path / "summary.json").write_bytes(json_bytes({"steps": 1}))
     with pytest.raises(RunFailed, match="has finished"):
         opened(run_spec(tmp_path, "a"))

@@ -28,7 +28,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "terms").iterdir())
 
 
-def test_terms_count_up_past_gaps_strangers_and_claims_that_are_void(tmp_path: Path) -> None:
+def test_terms_count_up_past_gaps_strangers_and_claims_that_are_void(tmp_path):
     terms = Terms(of(tmp_path))
     assert [terms.claim("a").term for _ in range(3)] == [1, 2, 3]
     (tmp_path / "terms" / "000009").touch()
@@ -41,7 +41,7 @@ def test_terms_count_up_past_gaps_strangers_and_claims_that_are_void(tmp_path: P
     assert Terms(of(tmp_path)).newest().attempt == "b"
 
 
-def test_processes_that_claim_at_once_never_share_a_term(tmp_path: Path) -> None:
+def test_processes_that_claim_at_once_never_share_a_term(tmp_path):
     script = (
         "import json, sys\nfrom elastic_ring.config import RunConfig\nfrom elastic_ring.runtime.terms import Terms\n"
         "terms = Terms(RunConfig('run', run_dir=sys.argv[1]))\nsys.stdin.readline()\n"
@@ -61,7 +61,7 @@ def test_processes_that_claim_at_once_never_share_a_term(tmp_path: Path) -> None
     assert sorted(term for terms in claimed for term in terms) == list(range(1, 61))
 
 
-def test_a_coordinator_of_a_lost_run_that_is_started_again_claims_nothing(tmp_path: Path) -> None:
+def test_a_coordinator_of_a_lost_run_that_is_started_again_claims_nothing(tmp_path):
     begun(tmp_path, "a")
     opened(run_spec(tmp_path, "a"), is_restart=True)
     opened(run_spec(tmp_path, "b"))
@@ -73,9 +73,7 @@ def test_a_coordinator_of_a_lost_run_that_is_started_again_claims_nothing(tmp_pa
     assert lost.value.facts["host"]
 
 
-def test_a_submission_whose_first_coordinator_died_before_its_claim_is_not_lost_to_those_before_it(
-    tmp_path: Path,
-) -> None:
+def test_a_submission_whose_first_coordinator_died_before_its_claim_is_not_lost_to_those_before_it(tmp_path):
     """A run that is resumed: the newest claim is of the submission before."""
     opened(run_spec(tmp_path, "before"))
     run = of(tmp_path)
@@ -87,9 +85,7 @@ def test_a_submission_whose_first_coordinator_died_before_its_claim_is_not_lost_
         CoordinatorLink(run, "127.0.0.1:1", "a").raise_gone(RuntimeError("it died"))
 
 
-def test_a_coordinator_that_is_refused_once_it_has_claimed_voids_its_claim(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coordinator_that_is_refused_once_it_has_claimed_voids_its_claim(tmp_path, monkeypatch):
     """Another one ends the run between the two questions."""
     looks = []
 
@@ -106,9 +102,7 @@ def test_a_coordinator_that_is_refused_once_it_has_claimed_voids_its_claim(
     assert Terms(of(tmp_path)).newest() == own
 
 
-def test_whoever_looks_is_told_of_a_newer_term_by_name_unless_it_is_void_or_of_the_same_submission(
-    tmp_path: Path,
-) -> None:
+def test_whoever_looks_is_told_of_a_newer_term_by_name_unless_it_is_void_or_of_the_same_submission(tmp_path):
     terms = Terms(of(tmp_path))
     watch = TermWatch(of(tmp_path), terms.claim("a"), terms)
     watch.look()
@@ -128,7 +122,7 @@ def test_whoever_looks_is_told_of_a_newer_term_by_name_unless_it_is_void_or_of_t
         watch.check()
 
 
-def test_rank_0_without_a_coordinator_ends_with_3_where_the_run_is_lost_or_nobody_can_tell(tmp_path: Path) -> None:
+def test_rank_0_without_a_coordinator_ends_with_3_where_the_run_is_lost_or_nobody_can_tell(tmp_path):
     left: list[int] = []
     own = Terms(of(tmp_path)).claim("a")
     Terms(of(tmp_path)).claim("a")
@@ -149,14 +143,14 @@ def test_rank_0_without_a_coordinator_ends_with_3_where_the_run_is_lost_or_nobod
     assert left == [3, 3]
 
 
-def test_silence_is_counted_in_turns_so_that_a_frozen_process_asks_before_it_gives_up() -> None:
+def test_silence_is_counted_in_turns_so_that_a_frozen_process_asks_before_it_gives_up():
     silence = Unanswered()
     assert [silence.tick(at_s, is_heard=False) for at_s in (0.0, 0.5, 1.0)] == [0.0, 0.5, 1.0]
     assert silence.tick(5000.0, is_heard=False) == 1.0 + LONGEST_TURN_S
     assert silence.tick(5000.5, is_heard=True) == 0.0
 
 
-def test_intervals_without_a_checkpoint_are_counted_in_training_alone_and_told_at_each_doubling() -> None:
+def test_intervals_without_a_checkpoint_are_counted_in_training_alone_and_told_at_each_doubling():
     by_time = CheckpointWatch(None, 60.0)
     told = []
     for number in range(400):  # a step each second, after the 100th an hour in which nothing trains

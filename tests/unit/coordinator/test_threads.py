@@ -51,7 +51,7 @@ def at_once(*works: Callable[[], None]) -> None:
         raise raised[0]
 
 
-def test_no_cause_id_is_issued_twice() -> None:
+def test_no_cause_id_is_issued_twice():
     issue, issued = CauseIds("c"), [[""] for _ in range(8)]
 
     def work(ids: list[str]) -> None:
@@ -73,7 +73,7 @@ class Slow:
         return self._step
 
 
-def test_no_step_is_skipped_while_the_oldest_are_dropped() -> None:
+def test_no_step_is_skipped_while_the_oldest_are_dropped():
     feed, over = DriverFeed(), threading.Event()
 
     def publish() -> None:
@@ -100,9 +100,7 @@ def monitor(monkeypatch: pytest.MonkeyPatch) -> NodeMonitor:
     return NodeMonitor(spec, lambda message: None, "key")
 
 
-def test_a_callback_of_ray_never_waits_for_a_thread_that_waits_for_ray(
-    monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_callback_of_ray_never_waits_for_a_thread_that_waits_for_ray(monitor, monkeypatch):
     """Ray calls back in the thread that a call to Ray waits for."""
     started, callbacks = [], []
     described = {"pid": 1, "stamp_path": "", "log_path": ""}
@@ -131,9 +129,7 @@ def test_a_callback_of_ray_never_waits_for_a_thread_that_waits_for_ray(
     assert started == ["n", "n"]
 
 
-def test_what_an_agent_read_of_its_node_counts_for_a_while_and_only_while_the_node_is_there(
-    monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_agent_read_of_its_node_counts_for_a_while_and_only_while_the_node_is_there(monitor, monkeypatch):
     """A driver of a GPU may hang: an old reading must not look like a good one."""
     clock = [100.0]
     monkeypatch.setattr(node_monitor.time, "monotonic", lambda: clock[0])
@@ -149,9 +145,7 @@ def test_what_an_agent_read_of_its_node_counts_for_a_while_and_only_while_the_no
     assert monitor.live(Live()).health == {}
 
 
-def test_nodes_that_join_and_go_in_several_threads_leave_whole_tables(
-    monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_that_join_and_go_in_several_threads_leave_whole_tables(monitor, monkeypatch):
     """What Ray lists is given here; the tables and the threads are the monitor's own."""
     events: list[Any] = []
     monitor._put = lambda message: events.append(message.event) if isinstance(message, Happened) else None
@@ -178,9 +172,7 @@ def test_nodes_that_join_and_go_in_several_threads_leave_whole_tables(
     assert joined - lost == len(monitor.listed())
 
 
-def test_a_notice_that_rays_head_cannot_take_is_told_again_until_the_machine_goes(
-    monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notice_that_rays_head_cannot_take_is_told_again_until_the_machine_goes(monitor, monkeypatch):
     told, refusals = list[float](), [ConnectionError("the head is away")] * 2
 
     def give_notice(node: str, in_s: float, why: str) -> None:
@@ -199,9 +191,7 @@ def test_a_notice_that_rays_head_cannot_take_is_told_again_until_the_machine_goe
     assert refusals, "nobody tells for ever"
 
 
-def test_an_agent_goes_from_a_node_where_nobody_is_wanted_and_comes_back_with_the_wish(
-    monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_goes_from_a_node_where_nobody_is_wanted_and_comes_back_with_the_wish(monitor, monkeypatch):
     events, killed, started = list[Any](), list[Any](), list[str]()
     monitor._put = lambda message: events.append(message.event) if isinstance(message, Happened) else None
     nodes = [NodeInfo("me", "127.0.0.1", 0, False), NodeInfo("n", "127.0.0.2", 2, False)]
@@ -238,7 +228,7 @@ def test_an_agent_goes_from_a_node_where_nobody_is_wanted_and_comes_back_with_th
     assert not any(isinstance(event, NodeLost) for event in events)
 
 
-def test_a_raylet_whose_port_is_shut_needs_no_second_to_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_raylet_whose_port_is_shut_needs_no_second_to_be_missed(monkeypatch):
     """Calls to it that hang are given up after three refusals in a row; a host that answers nothing at all is asked for
     as long as before."""
     with socket.create_server(("127.0.0.1", 0)) as raylet:

@@ -96,7 +96,7 @@ def same(one: Shard, other: Shard) -> bool:
 
 
 @pytest.mark.parametrize(("cp", "dp", "to_cp"), [(2, 1, 2), (2, 3, 2), (2, 2, 3), (4, 1, 1), (1, 2, 4), (3, 1, 2)])
-def test_a_checkpoint_comes_back_bit_for_bit_on_any_mesh(storage: Storage, cp: int, dp: int, to_cp: int) -> None:
+def test_a_checkpoint_comes_back_bit_for_bit_on_any_mesh(storage, cp, dp, to_cp):
     save(storage, cp, dp)
     (folder,) = checkpoint.committed(storage)
     manifest = checkpoint.read_manifest(storage, folder)
@@ -111,7 +111,7 @@ def test_a_checkpoint_comes_back_bit_for_bit_on_any_mesh(storage: Storage, cp: i
 
 
 @pytest.mark.parametrize("either", ["folder", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
-def test_training_goes_on_from_it_as_if_nothing_had_been(either: Storage) -> None:
+def test_training_goes_on_from_it_as_if_nothing_had_been(either):
     manifest = save(either, 2, 2)
     found = shard_of(1, 2, steps=0)
     Reader(either, manifest).fill(found, 2)
@@ -120,13 +120,13 @@ def test_training_goes_on_from_it_as_if_nothing_had_been(either: Storage) -> Non
     assert same(found, other)
 
 
-def test_files_are_plain_safetensors(storage: Storage) -> None:
+def test_files_are_plain_safetensors(storage):
     manifest = save(storage, 2, 1)
     read = load_file(storage.at(manifest.files[0].name))
     assert torch.equal(read["params/embed"], shard_of(0, 2).params["embed"])
 
 
-def test_each_ring_writes_its_part_once(storage: Storage) -> None:
+def test_each_ring_writes_its_part_once(storage):
     """Together the parts hold every tensor exactly once, and none of them nearly all."""
     shard = shard_of(0, 2)
     described = checkpoint.describe(shard, SHAPES, 3)
@@ -136,7 +136,7 @@ def test_each_ring_writes_its_part_once(storage: Storage) -> None:
     assert all(part.tensors for part in parts)
 
 
-def test_buffers_are_used_again(storage: Storage) -> None:
+def test_buffers_are_used_again(storage):
     shard = shard_of(0, 2)
     described = checkpoint.describe(shard, SHAPES, 1)
     first = checkpoint.take(shard, described, 0)
@@ -161,7 +161,7 @@ def damage(storage: Storage, how: str, name: str) -> None:
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_damaged_file_is_named_and_not_loaded(either: Storage, how: str, index: int) -> None:
+def test_a_damaged_file_is_named_and_not_loaded(either, how, index):
     manifest = save(either, 2, 1)
     name = manifest.files[index].name
     damage(either, how, name)
@@ -171,9 +171,7 @@ def test_a_damaged_file_is_named_and_not_loaded(either: Storage, how: str, index
 
 
 @pytest.mark.parametrize("place", ["header", "value"])
-def test_a_wrong_byte_of_a_whole_tensor_in_another_ranks_file_is_damage_and_not_the_users_mistake(
-    storage: Storage, place: str
-) -> None:
+def test_a_wrong_byte_of_a_whole_tensor_in_another_ranks_file_is_damage_and_not_the_users_mistake(storage, place):
     manifest = save(storage, 2, 1)
     name, steps = manifest.files[1].name, "optimizer/norm/step"
     assert manifest.tensors[steps].whole
@@ -187,7 +185,7 @@ def test_a_wrong_byte_of_a_whole_tensor_in_another_ranks_file_is_damage_and_not_
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "files": [{}], "sha256": "0"}'])
-def test_a_damaged_manifest_is_refused(storage: Storage, text: str) -> None:
+def test_a_damaged_manifest_is_refused(storage, text):
     save(storage, 1, 1)
     (folder,) = checkpoint.committed(storage)
     storage.replace(f"{folder}/{checkpoint.COMMIT}", text.encode())
@@ -195,7 +193,7 @@ def test_a_damaged_manifest_is_refused(storage: Storage, text: str) -> None:
         checkpoint.read_manifest(storage, folder)
 
 
-def test_a_flipped_bit_anywhere_in_a_manifest_and_a_cut_anywhere_is_found(storage: Storage) -> None:
+def test_a_flipped_bit_anywhere_in_a_manifest_and_a_cut_anywhere_is_found(storage):
     data = save(storage, 1, 1).to_json()
     for index in range(len(data)):
         flipped = bytearray(data)
@@ -212,7 +210,7 @@ def rewritten(storage: Storage, manifest: Manifest, **changes: object) -> str:
     return folder
 
 
-def test_a_manifest_with_numbers_or_names_that_cannot_be_is_refused_by_all_who_read_it(storage: Storage) -> None:
+def test_a_manifest_with_numbers_or_names_that_cannot_be_is_refused_by_all_who_read_it(storage):
     manifest = save(storage, 2, 1)
     first, *others = manifest.files
     embed, meta = manifest.tensors["params/embed"], dataclasses.asdict(manifest.meta)
@@ -260,8 +258,8 @@ def test_a_manifest_with_numbers_or_names_that_cannot_be_is_refused_by_all_who_r
 
 @pytest.mark.parametrize("whole_files", [True, False])
 def test_a_file_that_holds_less_of_a_tensor_than_the_manifest_says_is_named_and_nothing_is_made_up(
-    storage: Storage, whole_files: bool
-) -> None:
+    storage, whole_files
+):
     """A row that is spread over the others, bytes that nobody wrote: each would be weights of nobody."""
     manifest = save(storage, 2, 1)
     real = load_file(storage.at(manifest.files[1].name))
@@ -290,7 +288,7 @@ def test_a_file_that_holds_less_of_a_tensor_than_the_manifest_says_is_named_and_
         Reader(storage, checkpoint.read_manifest(storage, folder), whole_files=whole_files).tensor("params/embed", 0, 1)
 
 
-def test_a_stranger_s_settings_of_the_optimizer_and_shapes_of_another_model_are_refused(storage: Storage) -> None:
+def test_a_stranger_s_settings_of_the_optimizer_and_shapes_of_another_model_are_refused(storage):
     manifest = save(storage, 2, 1)
     groups = tuple({**group, "lr": "fast"} for group in manifest.meta.groups)
     folder = rewritten(storage, manifest, meta=dataclasses.replace(manifest.meta, groups=groups))
@@ -302,7 +300,7 @@ def test_a_stranger_s_settings_of_the_optimizer_and_shapes_of_another_model_are_
         Reader(storage, manifest).fill(other, 2)
 
 
-def test_with_its_manifest_a_checkpoint_is_gone_and_the_one_before_it_counts(either: Storage) -> None:
+def test_with_its_manifest_a_checkpoint_is_gone_and_the_one_before_it_counts(either):
     older = save(either, 1, 1, step=3)
     save(either, 1, 1, step=5)
     damage(either, "missing", f"{checkpoint.step_folder(5, 1)}/{checkpoint.COMMIT}")
@@ -310,7 +308,7 @@ def test_with_its_manifest_a_checkpoint_is_gone_and_the_one_before_it_counts(eit
     assert not list(checkpoint.wrong_files(either, older))
 
 
-def test_of_writers_of_different_terms_one_commits_a_step_and_the_others_are_told(either: Storage) -> None:
+def test_of_writers_of_different_terms_one_commits_a_step_and_the_others_are_told(either):
     manifest = save(either, 1, 1, step=3)
 
     def of_term(term: int) -> Manifest:
@@ -327,7 +325,7 @@ def test_of_writers_of_different_terms_one_commits_a_step_and_the_others_are_tol
     assert not checkpoint.commit(either, dataclasses.replace(manifest, step=5, term=99)), "an old one that wakes up"
 
 
-def test_one_that_was_set_aside_no_longer_counts_and_keeps_its_files(either: Storage) -> None:
+def test_one_that_was_set_aside_no_longer_counts_and_keeps_its_files(either):
     older = save(either, 1, 1, step=3)
     newer = save(either, 1, 1, step=9)
     assert [name.split("/")[1] for name in checkpoint.committed(either)] == ["step-00000009", "step-00000003"]
@@ -337,7 +335,7 @@ def test_one_that_was_set_aside_no_longer_counts_and_keeps_its_files(either: Sto
     assert not list(checkpoint.wrong_files(either, older))
 
 
-def test_the_newest_lineage_comes_first(storage: Storage) -> None:
+def test_the_newest_lineage_comes_first(storage):
     save(storage, 1, 1, step=9, lineage=1)
     save(storage, 1, 1, step=2, lineage=2)
     assert checkpoint.committed(storage) == [checkpoint.step_folder(2, 2), checkpoint.step_folder(9, 1)]
@@ -346,24 +344,24 @@ def test_the_newest_lineage_comes_first(storage: Storage) -> None:
 # ---------------------------------------------------------------- what cannot be saved, and for how long it stays
 
 
-def test_an_optimizer_that_keeps_objects_is_refused() -> None:
+def test_an_optimizer_that_keeps_objects_is_refused():
     shard = shard_of(0, 1)
     shard.optimizer.param_groups[0]["hook"] = object()
     with pytest.raises(ValueError, match=r"AdamW: hook of group 0 is a builtins.object"):
         shard.meta()
 
 
-def test_the_interval_follows_young_and_daly() -> None:
+def test_the_interval_follows_young_and_daly():
     assert retention.interval_s(10.0, 20_000.0) == pytest.approx(622.5, abs=0.1)
     assert retention.interval_s(100.0, 1.0) == 100.0
 
 
-def test_retention_keeps_the_newest_and_every_nth() -> None:
+def test_retention_keeps_the_newest_and_every_nth():
     assert retention.superfluous([10, 20, 30, 40, 50], keep_last=2, keep_every=0) == [10, 20, 30]
     assert retention.superfluous([10, 20, 30, 40, 50], keep_last=1, keep_every=20) == [10, 30]
 
 
-def test_first_values_of_another_run_stay_those_on_record_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+def test_first_values_of_another_run_stay_those_on_record_and_a_damaged_one_is_refused(tmp_path):
     source, own = (Storage(str(tmp_path / name)).open() for name in ("source", "own"))
     manifest = save(source, 2, 1)
     first = RunWeights.open(source.uri)

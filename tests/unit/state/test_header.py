@@ -35,32 +35,21 @@ def arrived(value: Any) -> Any:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        None,
-        True,
-        0,
-        -(2**70),
-        0.1 + 0.2,
-        5e-324,
-        -0.0,
-        math.inf,
-        "\U0001f600 \x00",
-        {"a": [1, {}, [[]]], "0": None},
-    ],
+    [None, True, 0, -(2**70), 0.1 + 0.2, 5e-324, -0.0, math.inf, "\U0001f600 \x00", {"a": [1, {}, [[]]], "0": None}],
 )
-def test_plain_values_arrive_as_they_were_types_included(value: Any) -> None:
+def test_plain_values_arrive_as_they_were_types_included(value):
     assert plain_value(value, "it") == value
     assert repr(arrived(value)) == repr(value)  # 1, 1.0 and True are equal, and so are 0.0 and -0.0
 
 
-def test_values_of_other_types_become_what_they_stand_for() -> None:
+def test_values_of_other_types_become_what_they_stand_for():
     assert math.isnan(arrived(math.nan))
     mixed = {"size": torch.Size([2, 3]), "float": torch.tensor(0.5).double().numpy()[()], "rate": torch.tensor(3.0)}
     assert plain_value(mixed, "it") == {"size": [2, 3], "float": 0.5, "rate": 3.0}
 
 
 @pytest.mark.parametrize("value", [lambda step: step, {1: 2}, torch.zeros(2), torch.bfloat16])
-def test_a_donor_refuses_what_no_header_can_carry_and_names_it(value: Any) -> None:
+def test_a_donor_refuses_what_no_header_can_carry_and_names_it(value):
     param = torch.zeros(2)
     optimizer = SGD([param], lr=0.1)
     optimizer.param_groups[0]["schedule"] = [value]
@@ -68,7 +57,7 @@ def test_a_donor_refuses_what_no_header_can_carry_and_names_it(value: Any) -> No
         send_shard(Shard(0, {"p": param}, optimizer), Link(None))
 
 
-def test_values_that_are_nested_too_deeply_are_refused() -> None:
+def test_values_that_are_nested_too_deeply_are_refused():
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(ValueError, match=f"at most {MAX_DEPTH} levels"):
@@ -116,7 +105,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_header_is_refused(name: str) -> None:
+def test_a_malformed_header_is_refused(name):
     with pytest.raises(DigestMismatch, match="malformed"):
         Header.from_bytes(MALFORMED[name])
 
@@ -124,7 +113,7 @@ def test_a_malformed_header_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "kind", ["a pickle", "no parameters", "other parameters", "other settings", "too long", "negative length"]
 )
-def test_a_newcomer_runs_nothing_of_what_a_stranger_sends_and_keeps_its_shard(kind: str, tmp_path: Path) -> None:
+def test_a_newcomer_runs_nothing_of_what_a_stranger_sends_and_keeps_its_shard(kind, tmp_path):
     """Over a real link: the digest of the header itself is right, as a stranger's would be."""
     param = torch.arange(3.0)
     newcomer = Shard(1, {"p": param}, SGD([param], lr=0.1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
@@ -21,7 +20,7 @@ from elastic_ring.state.snapshot import Buffers
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.state.transfer import Link, receive_shard, send_shard
 from elastic_ring.train.optim import check_cpu_offload, make_optimizer
-from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
+from tests.unit.attention.attention_rings import in_threads, one_thread
 
 SHAPES = {"embed": (11, 7), "norm": (7,), "late": (0, 5), "middle": (3, 2, 2), "single": (1,), "head": (11, 7)}
 AT = (1, 4)
@@ -66,7 +65,7 @@ def assert_same_bits(shard: Shard, other: Shard) -> None:
 
 
 @pytest.mark.parametrize("cpu_offload", ["optimizer", "all"])
-def test_steps_in_buckets_have_the_bits_of_steps_on_the_whole(cpu_offload: CpuOffload) -> None:
+def test_steps_in_buckets_have_the_bits_of_steps_on_the_whole(cpu_offload):
     offloaded, plain = make_shard(cpu_offload), make_shard("none")
     order = [[id(param) for param in group["params"]] for group in offloaded.optimizer.param_groups]
     seen: list[int] = []
@@ -87,7 +86,7 @@ def test_steps_in_buckets_have_the_bits_of_steps_on_the_whole(cpu_offload: CpuOf
 
 @pytest.mark.parametrize("cpu_offload", ["optimizer", "all"])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_it_moves_into_a_fresh_module_and_back_to_a_snapshot(steps: int, cpu_offload: CpuOffload) -> None:
+def test_it_moves_into_a_fresh_module_and_back_to_a_snapshot(steps, cpu_offload):
     shard, plain = make_shard(cpu_offload, steps=steps), make_shard("none", steps=steps)
     taken = snapshot.take(shard, AT, Buffers())
     taken.finish()
@@ -103,7 +102,7 @@ def test_it_moves_into_a_fresh_module_and_back_to_a_snapshot(steps: int, cpu_off
 
 
 @pytest.mark.parametrize(("one", "other"), [("none", "all"), ("optimizer", "none"), ("all", "optimizer")])
-def test_a_checkpoint_of_one_setting_goes_on_with_another(tmp_path: Path, one: CpuOffload, other: CpuOffload) -> None:
+def test_a_checkpoint_of_one_setting_goes_on_with_another(tmp_path, one, other):
     saved, storage = make_shard(one, steps=3), Storage(str(tmp_path)).open()
     described, attempt = checkpoint.describe(saved, SHAPES, 1), attempt_folder(3, 1, token_hex(8))
     taken = checkpoint.take(saved, described, 0)
@@ -143,9 +142,7 @@ class JoiningGroup:
 
 
 @pytest.mark.parametrize("cpu_offload", ["optimizer", "all"])
-def test_a_newcomer_gets_large_state_over_the_devices_link(
-    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch, cpu_offload: CpuOffload
-) -> None:
+def test_a_newcomer_gets_large_state_over_the_devices_link(rings, monkeypatch, cpu_offload):
     """The device is said to be one; the tensors are in host memory, where parameters would be on a GPU or not."""
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 64)
     monkeypatch.setattr(transfer, "BATCH_BYTES", 150)
@@ -165,7 +162,7 @@ def test_a_newcomer_gets_large_state_over_the_devices_link(
     assert_same_bits(newcomer, donor)
 
 
-def test_an_optimizer_of_ones_own_is_refused_by_name() -> None:
+def test_an_optimizer_of_ones_own_is_refused_by_name():
     check_cpu_offload("none", torch.optim.SGD)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"cpu_offload='optimizer': serves the built-in AdamW"):
         check_cpu_offload("optimizer", torch.optim.SGD)  # type: ignore[arg-type]

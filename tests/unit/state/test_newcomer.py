@@ -75,12 +75,12 @@ def one_that_comes_empty(pair: Membership) -> None:
     pair.all(come_empty_or_keep, pair.meeting(), 1)
 
 
-def test_one_whose_shard_has_not_come_yet_holds_nothing_though_the_run_stands_at_step_0(pair: Membership) -> None:
+def test_one_whose_shard_has_not_come_yet_holds_nothing_though_the_run_stands_at_step_0(pair):
     one_that_comes_empty(pair)
     assert holders(pair) == {"w0": 0}
 
 
-def test_one_whose_heal_broke_off_holds_nothing(pair: Membership) -> None:
+def test_one_whose_heal_broke_off_holds_nothing(pair):
     one_that_comes_empty(pair)
     pair.start(0, heal, "donor", False)
     assert pair.call(1, heal, "newcomer", True) == "Struck"
@@ -89,7 +89,7 @@ def test_one_whose_heal_broke_off_holds_nothing(pair: Membership) -> None:
     assert holders(pair) == {"w0": 0}
 
 
-def test_one_that_was_healed_holds_what_its_donor_holds_and_trains_on(pair: Membership) -> None:
+def test_one_that_was_healed_holds_what_its_donor_holds_and_trains_on(pair):
     one_that_comes_empty(pair)
     pair.start(0, heal, "donor", False)
     assert pair.call(1, heal, "newcomer", False) == pair.result(0) == "healed"

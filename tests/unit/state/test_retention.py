@@ -44,9 +44,7 @@ def writers(uri: str, seed: int) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
-def test_of_writers_killed_at_ten_random_moments_only_whole_checkpoints_count_and_prune_removes_the_rest(
-    uri: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_writers_killed_at_ten_random_moments_only_whole_checkpoints_count_and_prune_removes_the_rest(uri, capsys):
     seed = random.randrange(10**6)
     told: list[int] = []
     storage, num_left = Storage(uri), 0
@@ -79,7 +77,7 @@ def test_of_writers_killed_at_ten_random_moments_only_whole_checkpoints_count_an
 # ---------------------------------------------------------------- what is whole, and what stays
 
 
-def test_what_is_not_whole_is_named_and_what_is_whole_is_not(storage: Storage) -> None:
+def test_what_is_not_whole_is_named_and_what_is_whole_is_not(storage):
     manifests = {step: save(storage, 2, 1, step=step) for step in (3, 5, 7, 9)}
     damage(storage, "flipped", manifests[9].files[1].name)
     storage.replace(f"{checkpoint.step_folder(7, 1)}/{checkpoint.COMMIT}", b"{")
@@ -88,7 +86,7 @@ def test_what_is_not_whole_is_named_and_what_is_whole_is_not(storage: Storage) -
     assert manifests[9].files[1].name in wrong[checkpoint.step_folder(9, 1)][0]
 
 
-def test_a_newer_format_is_not_passed_over(storage: Storage) -> None:
+def test_a_newer_format_is_not_passed_over(storage):
     save(storage, 1, 1, step=3)
     newer = dataclasses.replace(save(storage, 1, 1, step=5), format=FORMAT + 1)
     storage.replace(f"{checkpoint.step_folder(5, 1)}/{checkpoint.COMMIT}", newer.to_json())
@@ -99,7 +97,7 @@ def test_a_newer_format_is_not_passed_over(storage: Storage) -> None:
 @pytest.mark.parametrize(
     ("how", "read_bytes"), [("truncated", False), ("missing", False), ("flipped", True), ("flipped", False)]
 )
-def test_retention_never_removes_the_last_that_is_whole(storage: Storage, how: str, read_bytes: bool) -> None:
+def test_retention_never_removes_the_last_that_is_whole(storage, how, read_bytes):
     for step in (1, 2, 3, 4, 5):
         manifest = save(storage, 1, 1, step=step)
         if step > 2:
@@ -111,7 +109,7 @@ def test_retention_never_removes_the_last_that_is_whole(storage: Storage, how: s
     assert retention.prune(storage, 2, 0, read_bytes=read_bytes, read_back=read_back) == []
 
 
-def test_retention_is_of_each_lineage(storage: Storage) -> None:
+def test_retention_is_of_each_lineage(storage):
     for lineage in (1, 2):
         for step in (1, 2, 3):
             save(storage, 1, 1, step=step, lineage=lineage)
@@ -129,9 +127,7 @@ def attempt(storage: Storage, step: int, lineage: int = 1) -> str:
     return name
 
 
-def test_an_attempt_is_left_over_when_another_or_a_newer_one_was_committed_or_nothing_was_added_for_long(
-    storage: Storage,
-) -> None:
+def test_an_attempt_is_left_over_when_another_or_a_newer_one_was_committed_or_nothing_was_added_for_long(storage):
     under_way = attempt(storage, 9)
     save(storage, 1, 1, step=5)
     lost, older = attempt(storage, 5), attempt(storage, 4)
@@ -150,7 +146,7 @@ def test_an_attempt_is_left_over_when_another_or_a_newer_one_was_committed_or_no
     assert [checkpoint.wrong_with(storage, folder) for folder in checkpoint.committed(storage)][:1] in ([], [[]])
 
 
-def test_what_was_set_aside_stays_until_it_is_asked_for(storage: Storage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_set_aside_stays_until_it_is_asked_for(storage, capsys):
     save(storage, 1, 1, step=3)
     wrong = save(storage, 1, 1, step=5)
     checkpoint.set_aside(storage, checkpoint.step_folder(5, 1), ["a byte is wrong"])
@@ -168,9 +164,7 @@ def test_what_was_set_aside_stays_until_it_is_asked_for(storage: Storage, capsys
 
 
 @pytest.mark.parametrize("named", ["../precious", "{}/../../../../../precious", "{}/..", "{}", "", "{}/other", "/", 7])
-def test_what_a_record_names_is_removed_only_where_it_is_an_attempt_of_its_own_step(
-    storage: Storage, named: object
-) -> None:
+def test_what_a_record_names_is_removed_only_where_it_is_an_attempt_of_its_own_step(storage, named):
     """Records and manifests may be a stranger's: what they name must not go with them."""
     folder = checkpoint.step_folder(5, 1)
     precious = Path(storage.root).parent / "precious" / "thesis.tex"

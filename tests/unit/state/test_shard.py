@@ -49,7 +49,7 @@ def bits(shard: Shard) -> list[bytes]:
 
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_rebinding_keeps_every_bit_and_every_later_step(optimizer: str, steps: int) -> None:
+def test_rebinding_keeps_every_bit_and_every_later_step(optimizer, steps):
     moved, kept = make_shard(optimizer, steps=steps), make_shard(optimizer, steps=steps)
     fresh = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()}
     moved.rebind(fresh)
@@ -63,7 +63,7 @@ def test_rebinding_keeps_every_bit_and_every_later_step(optimizer: str, steps: i
     ]
 
 
-def test_rebinding_leaves_nothing_of_the_old_tensors_in_the_optimizer() -> None:
+def test_rebinding_leaves_nothing_of_the_old_tensors_in_the_optimizer():
     shard = make_shard("AdamW", steps=2)
     old = list(shard.params.values())
     shard.rebind({name: torch.empty(shape) for name, shape in SHAPES.items()})
@@ -71,14 +71,14 @@ def test_rebinding_leaves_nothing_of_the_old_tensors_in_the_optimizer() -> None:
     assert not any(tensor is stale for tensor in kept for stale in old)
 
 
-def test_a_module_with_other_parameters_is_not_taken() -> None:
+def test_a_module_with_other_parameters_is_not_taken():
     with pytest.raises(AssertionError, match="changed between generations"):
         make_shard("AdamW").rebind({"gain": torch.empty(5), "matrix": torch.empty(3, 4), "empty": torch.empty(0, 4)})
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_what_was_packed_loads_into_another_shard_bit_by_bit(optimizer: str, steps: int) -> None:
+def test_what_was_packed_loads_into_another_shard_bit_by_bit(optimizer, steps):
     donor, newcomer = make_shard(optimizer, steps=steps), make_shard(optimizer, seed=7)
     newcomer.cp_rank = 0
     header, tensors = unpacked(donor)
@@ -91,7 +91,7 @@ def test_what_was_packed_loads_into_another_shard_bit_by_bit(optimizer: str, ste
     assert bits(newcomer) == bits(donor)
 
 
-def test_a_newcomer_that_had_steps_of_its_own_forgets_them() -> None:
+def test_a_newcomer_that_had_steps_of_its_own_forgets_them():
     donor, newcomer = make_shard("AdamW"), make_shard("AdamW", steps=4, seed=7)
     newcomer.load(*unpacked(donor))
     for shard in (donor, newcomer):
@@ -100,7 +100,7 @@ def test_a_newcomer_that_had_steps_of_its_own_forgets_them() -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_state_goes_where_the_old_one_lay_and_takes_no_memory_beside_it(optimizer: str) -> None:
+def test_a_state_goes_where_the_old_one_lay_and_takes_no_memory_beside_it(optimizer):
     donor, survivor = make_shard(optimizer, steps=2), make_shard(optimizer, steps=4, seed=7)
     before = where(survivor)
     header, tensors = unpacked(donor)
@@ -123,7 +123,7 @@ def unpacked(shard: Shard) -> tuple[Header, list[Tensor]]:
     return Header.from_bytes(header.to_bytes()), [tensor.clone() for tensor in tensors]
 
 
-def test_a_shard_of_empty_parameters_packs_loads_and_steps() -> None:
+def test_a_shard_of_empty_parameters_packs_loads_and_steps():
     params = {"a": torch.empty(0, 3), "b": torch.empty(0)}
     shards = [Shard(3, dict(params), AdamW(list(params.values()), foreach=True)) for _ in range(2)]
     shards[0].apply({name: torch.empty_like(p) for name, p in params.items()}, 0.1)
@@ -132,7 +132,7 @@ def test_a_shard_of_empty_parameters_packs_loads_and_steps() -> None:
     assert shards[1].digest() == shards[0].digest()
 
 
-def test_the_digest_sees_each_kind_of_change() -> None:
+def test_the_digest_sees_each_kind_of_change():
     reference = make_shard("AdamW", steps=2)
     digests = {reference.digest()}
     for index in range(len(bits(reference))):
@@ -148,20 +148,20 @@ def test_the_digest_sees_each_kind_of_change() -> None:
     assert len(digests) == 1 + 2 * 4 + 1 + 1
 
 
-def test_optimizer_state_that_belongs_to_no_parameter_is_refused_and_not_lost() -> None:
+def test_optimizer_state_that_belongs_to_no_parameter_is_refused_and_not_lost():
     shard = make_shard("SGD without state", steps=1)
     shard.optimizer.state["global"] = {"k": 3}  # type: ignore[index]
     with pytest.raises(ValueError, match="optimizer=SGD keeps state by 'global': it may keep state by parameter only"):
         shard.pack()
 
 
-def test_equal_bits_give_equal_digests_whatever_the_strides() -> None:
+def test_equal_bits_give_equal_digests_whatever_the_strides():
     matrix = torch.arange(12.0).reshape(3, 4)
     assert digest_of(Counters(), [matrix.t().contiguous().t()]) == digest_of(Counters(), [matrix])
     assert digest_of(Counters(), [-torch.zeros(3)]) != digest_of(Counters(), [torch.zeros(3)])
 
 
-def test_the_learning_rate_of_a_step_reaches_each_group_by_its_scale() -> None:
+def test_the_learning_rate_of_a_step_reaches_each_group_by_its_scale():
     params = random_params()
     groups = [{"params": [params["matrix"]], "lr_scale": 0.5}, {"params": [params["gain"], params["empty"]]}]
     shard, before = Shard(0, params, SGD(groups, lr=1.0)), random_params()
@@ -171,7 +171,7 @@ def test_the_learning_rate_of_a_step_reaches_each_group_by_its_scale() -> None:
     assert all(param.grad is None for param in params.values())
 
 
-def test_skips_are_counted_and_a_good_step_ends_the_row() -> None:
+def test_skips_are_counted_and_a_good_step_ends_the_row():
     shard = make_shard("AdamW")
     for skipped in (True, True, False, True):
         shard.advance(skipped=skipped)

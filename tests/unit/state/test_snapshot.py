@@ -13,7 +13,7 @@ from elastic_ring.errors import DigestMismatch
 from elastic_ring.state import sealed
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.snapshot import Buffers, Snapshot, load, size_of, take
-from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
+from tests.unit.attention.attention_rings import in_threads, one_thread
 from tests.unit.state.test_transfer import make_shard, take_step
 
 AT = (1, 4)
@@ -33,7 +33,7 @@ def snapshot_of(shard: Shard, buffers: Buffers | None = None) -> Snapshot:
 
 @pytest.mark.parametrize("momentum", [False, True])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_shard_goes_back_to_its_snapshot_bit_by_bit_and_trains_on_alike(steps: int, momentum: bool) -> None:
+def test_a_shard_goes_back_to_its_snapshot_bit_by_bit_and_trains_on_alike(steps, momentum):
     shard = make_shard(steps=steps, seed=0, momentum=momentum)
     before, taken = shard.digest(), snapshot_of(shard)
     take_step(shard, steps)
@@ -47,7 +47,7 @@ def test_a_shard_goes_back_to_its_snapshot_bit_by_bit_and_trains_on_alike(steps:
     assert other.digest() == before, "a shard that trains on must not change the snapshot that it came from"
 
 
-def test_any_flipped_byte_is_found_and_named_and_the_shard_stays_as_it_was() -> None:
+def test_any_flipped_byte_is_found_and_named_and_the_shard_stays_as_it_was():
     shard = make_shard(steps=2, seed=0)
     taken, before = snapshot_of(shard), shard.digest()
     for place in [*range(0, 24), *range(64, taken.data.numel(), 61), taken.data.numel() - 1]:
@@ -62,19 +62,19 @@ def test_any_flipped_byte_is_found_and_named_and_the_shard_stays_as_it_was() -> 
 @pytest.mark.parametrize(
     ("wanted", "cp_rank"), [(SnapshotId(1, AT), 2), (SnapshotId(2, (1, 3)), 2), (SnapshotId(2, AT), 1)]
 )
-def test_a_snapshot_of_another_step_generation_or_rank_is_refused(wanted: SnapshotId, cp_rank: int) -> None:
+def test_a_snapshot_of_another_step_generation_or_rank_is_refused(wanted, cp_rank):
     shard = make_shard(steps=2, seed=0)
     with pytest.raises(DigestMismatch, match="not of"):
         load(snapshot_of(shard).data, wanted, cp_rank, shard, "it")
 
 
-def test_a_shard_of_other_parameters_is_refused() -> None:
+def test_a_shard_of_other_parameters_is_refused():
     taken = snapshot_of(make_shard(steps=2, seed=0))
     with pytest.raises(DigestMismatch, match="other parameters"):
         load(taken.data, taken.id, 2, make_shard(steps=0, seed=0, rows=4), "it")
 
 
-def test_memory_that_was_given_back_is_used_again() -> None:
+def test_memory_that_was_given_back_is_used_again():
     buffers, shard = Buffers(), make_shard(steps=1, seed=0)
     first = snapshot_of(shard, buffers)
     second = snapshot_of(shard, buffers)
@@ -84,7 +84,7 @@ def test_memory_that_was_given_back_is_used_again() -> None:
     assert snapshot_of(shard, buffers).data.data_ptr() not in (first.data.data_ptr(), second.data.data_ptr())
 
 
-def test_a_longer_header_fits_into_the_memory_of_a_shorter_one() -> None:
+def test_a_longer_header_fits_into_the_memory_of_a_shorter_one():
     buffers, shard = Buffers(), make_shard(steps=1, seed=0)
     sizes, places = set(), set()
     for number in (1, 2**9, 2**20, 2**40):
@@ -97,7 +97,7 @@ def test_a_longer_header_fits_into_the_memory_of_a_shorter_one() -> None:
     assert len(places) == 1
 
 
-def test_memory_that_is_reserved_is_what_the_next_snapshots_take() -> None:
+def test_memory_that_is_reserved_is_what_the_next_snapshots_take():
     buffers, shard = Buffers(), make_shard(steps=1, seed=0)
     buffers.reserve(size_of(shard), 2)
     ready = {one.data_ptr() for one in buffers._free}
@@ -108,7 +108,7 @@ def test_memory_that_is_reserved_is_what_the_next_snapshots_take() -> None:
 
 
 @pytest.mark.parametrize("rows", [(6, 6, 6), (6, 1, 9)])
-def test_each_of_a_group_comes_back_from_the_parity_and_the_others(rows: tuple[int, ...]) -> None:
+def test_each_of_a_group_comes_back_from_the_parity_and_the_others(rows):
     pieces = [snapshot_of(make_shard(steps=2, seed=i, rows=n)).data for i, n in enumerate(rows)]
     for lost, piece in enumerate(pieces):
         parity = sealed.parity_of(pieces, Buffers().take)
@@ -117,7 +117,7 @@ def test_each_of_a_group_comes_back_from_the_parity_and_the_others(rows: tuple[i
         assert torch.equal(sealed.missing_piece(parity, others, f"the snapshot of rank {lost}"), piece)
 
 
-def test_a_parity_with_a_wrong_part_gives_nothing() -> None:
+def test_a_parity_with_a_wrong_part_gives_nothing():
     pieces = [snapshot_of(make_shard(steps=2, seed=i)).data for i in range(3)]
     parity = sealed.parity_of(pieces, Buffers().take)
     pieces[1][100] ^= 1
@@ -125,7 +125,7 @@ def test_a_parity_with_a_wrong_part_gives_nothing() -> None:
         sealed.missing_piece(parity, pieces[1:], "the snapshot of rank 0")
 
 
-def test_sealed_bytes_arrive_as_they_were_and_damage_on_the_way_is_found(rings: ThreadRings) -> None:
+def test_sealed_bytes_arrive_as_they_were_and_damage_on_the_way_is_found(rings):
     groups = rings.groups(2)
     data = snapshot_of(make_shard(steps=3, seed=0)).data
 

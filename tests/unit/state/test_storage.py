@@ -21,7 +21,6 @@ from elastic_ring.errors import StorageFailed
 from elastic_ring.state.storage import object_store as s3
 from elastic_ring.state.storage.backend import Retries, StoredFile
 from elastic_ring.state.storage.folder import Storage, open_or_refuse
-from tests.object_store.proxy import FaultyProxy
 from tests.object_store.store import ObjectStore
 
 MIB = 1 << 20
@@ -49,7 +48,7 @@ def storage(uri: str) -> Storage:
 # ---------------------------------------------------------------- what is written and read
 
 
-def test_a_file_is_written_and_digested_while_the_interpreter_ends_and_starts_no_threads(tmp_path: Path) -> None:
+def test_a_file_is_written_and_digested_while_the_interpreter_ends_and_starts_no_threads(tmp_path):
     program = (
         "import atexit, sys\nfrom elastic_ring.state.storage.folder import Storage\n"
         "atexit.register(lambda: print(Storage(sys.argv[1]).write('a', [b'one', b'two']).sha256))\n"
@@ -59,7 +58,7 @@ def test_a_file_is_written_and_digested_while_the_interpreter_ends_and_starts_no
     assert (tmp_path / "a").read_bytes() == b"onetwo"
 
 
-def test_what_is_written_is_read_whole_and_in_parts(storage: Storage) -> None:
+def test_what_is_written_is_read_whole_and_in_parts(storage):
     written = storage.write("a/b", [b"one", memoryview(b"two")])
     assert storage.read("a/b") == b"onetwo"
     assert storage.read("a/b", 1, 3) == b"net"
@@ -71,7 +70,7 @@ def test_what_is_written_is_read_whole_and_in_parts(storage: Storage) -> None:
     assert storage.read("empty") == b""
 
 
-def test_a_file_of_many_pieces_is_the_same_bytes(storage: Storage) -> None:
+def test_a_file_of_many_pieces_is_the_same_bytes(storage):
     data = os.urandom(MIB) * 37
     view = memoryview(data)
     sizes = [5, 18 * MIB, 1, MIB, 20, 17 * MIB]
@@ -87,7 +86,7 @@ def test_a_file_of_many_pieces_is_the_same_bytes(storage: Storage) -> None:
     assert storage.uploads() == []
 
 
-def test_of_many_writers_one_creates(storage: Storage) -> None:
+def test_of_many_writers_one_creates(storage):
     for name in ("first", "second"):
         with ThreadPoolExecutor(8) as pool:
             won = list(pool.map(lambda index, name=name: storage.create(name, b"%d" % index), range(8)))
@@ -95,14 +94,14 @@ def test_of_many_writers_one_creates(storage: Storage) -> None:
         assert storage.read(name) == b"%d" % won.index(True)
 
 
-def test_a_replaced_file_is_never_half_there(storage: Storage) -> None:
+def test_a_replaced_file_is_never_half_there(storage):
     storage.replace("status", b"one")
     storage.replace("status", b"two")
     assert storage.read("status") == b"two"
     assert [name for name, _ in storage.names()] == ["status"], "no temporary file stays"
 
 
-def test_listing_is_sorted_and_sees_one_folder_or_all_below(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_is_sorted_and_sees_one_folder_or_all_below(storage, monkeypatch):
     monkeypatch.setattr(s3, "PAGE", 2)
     for name in ("b/2", "b/10", "a", "b/c/d", "bb/x", "c"):
         storage.replace(name, name.encode())
@@ -113,9 +112,7 @@ def test_listing_is_sorted_and_sees_one_folder_or_all_below(storage: Storage, mo
     assert all(abs(time.time() - entry.modified_unix_s) < 60 for entry in storage.entries())
 
 
-def test_what_is_removed_is_gone_and_nothing_is_left_in_its_place(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_removed_is_gone_and_nothing_is_left_in_its_place(storage, monkeypatch):
     monkeypatch.setattr(s3, "PAGE", 2)
     names = ["keep", "step-1/a/x", "step-1/a/y", "step-1/a/z", "step-10/x"]
     for name in names:
@@ -131,19 +128,19 @@ def test_what_is_removed_is_gone_and_nothing_is_left_in_its_place(
     assert not storage.exists("step-1")
 
 
-def test_a_missing_file_is_named_at_once(storage: Storage) -> None:
+def test_a_missing_file_is_named_at_once(storage):
     begun = time.monotonic()
     with pytest.raises(StorageFailed, match=f"{storage.uri}/nothing cannot be read"):
         storage.read("nothing")
     assert time.monotonic() - begun < storage.timeout_s / 2
 
 
-def test_opening_leaves_nothing_behind(storage: Storage) -> None:
+def test_opening_leaves_nothing_behind(storage):
     assert list(storage.names()) == []
     assert storage.excludes
 
 
-def test_another_process_can_be_handed_it(storage: Storage) -> None:
+def test_another_process_can_be_handed_it(storage):
     storage.replace("name", b"data")
     again = pickle.loads(pickle.dumps(storage))
     assert again == storage
@@ -154,12 +151,12 @@ def test_another_process_can_be_handed_it(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize(("uri", "told"), [("gs://bucket/x", "s3://bucket/prefix"), ("s3:///x", "name the bucket")])
-def test_what_is_no_storage_is_refused(uri: str, told: str) -> None:
+def test_what_is_no_storage_is_refused(uri, told):
     with pytest.raises(ValueError, match=told):
         Storage(uri)
 
 
-def test_a_place_that_is_a_file_is_named(tmp_path: Path) -> None:
+def test_a_place_that_is_a_file_is_named(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(StorageFailed, match="taken"):
         Storage(str(tmp_path / "taken")).open()
@@ -178,8 +175,8 @@ def test_a_place_that_is_a_file_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_credentials_and_endpoints_are_refused_at_once_with_the_way_out(
-    bucket: str, monkeypatch: pytest.MonkeyPatch, variable: str, value: str | None, told: str
-) -> None:
+    bucket, monkeypatch, variable, value, told
+):
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
     if value is None:
@@ -194,25 +191,23 @@ def test_wrong_credentials_and_endpoints_are_refused_at_once_with_the_way_out(
 
 
 @pytest.mark.parametrize(("name", "told"), [("not-there", "there is no bucket not-there"), ("a b", "bucket's name")])
-def test_a_missing_bucket_is_refused_with_the_way_out(bucket: str, name: str, told: str) -> None:
+def test_a_missing_bucket_is_refused_with_the_way_out(bucket, name, told):
     with pytest.raises(ValueError, match=told):
         open_or_refuse(f"s3://{name}/run")
 
 
-def test_what_can_be_used_is_opened_with_the_time_that_was_asked_for(uri: str) -> None:
+def test_what_can_be_used_is_opened_with_the_time_that_was_asked_for(uri):
     storage = open_or_refuse(uri, timeout_s=3.0)
     assert (storage.timeout_s, storage.excludes) == (3.0, True)
     assert storage.create("name", b"data")
 
 
-def test_an_endpoint_may_be_a_name(bucket: str, monkeypatch: pytest.MonkeyPatch, object_store: ObjectStore) -> None:
+def test_an_endpoint_may_be_a_name(bucket, monkeypatch, object_store):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://localhost:{object_store.port}")
     assert Storage(f"s3://{bucket}").open().create("name", b"data")
 
 
-def test_a_store_that_ignores_conditions_is_warned_about(
-    bucket: str, proxy: FaultyProxy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_ignores_conditions_is_warned_about(bucket, proxy, caplog, monkeypatch):
     proxy.fault = lambda method, path: "ignore condition"
     with caplog.at_level(logging.WARNING):
         storage = Storage(f"s3://{bucket}/run").open()
@@ -244,7 +239,7 @@ def failing(num_requests: int, fault: str, method: str = "") -> Callable[[str, s
 
 
 @pytest.mark.parametrize("fault", ["503", pytest.param("hang", marks=pytest.mark.slow), "lose answer"])
-def test_a_request_that_fails_is_tried_again(bucket: str, proxy: FaultyProxy, fault: str) -> None:
+def test_a_request_that_fails_is_tried_again(bucket, proxy, fault):
     storage = Storage(f"s3://{bucket}/run", timeout_s=8.0)
     proxy.fault = failing(2, fault)
     data = os.urandom(MIB) * 33
@@ -256,7 +251,7 @@ def test_a_request_that_fails_is_tried_again(bucket: str, proxy: FaultyProxy, fa
     assert not storage.create("name", b"other")
 
 
-def test_an_upload_whose_last_answer_was_lost_has_ended(bucket: str, proxy: FaultyProxy) -> None:
+def test_an_upload_whose_last_answer_was_lost_has_ended(bucket, proxy):
     storage = Storage(f"s3://{bucket}/run").open()
     answers = iter(["lose answer", "gone"])
     proxy.fault = lambda method, path: next(answers) if method == "POST" and "uploadId" in path else None
@@ -268,9 +263,7 @@ def test_an_upload_whose_last_answer_was_lost_has_ended(bucket: str, proxy: Faul
 
 
 @pytest.mark.parametrize("fault", ["503", pytest.param("hang", marks=pytest.mark.slow)])
-def test_a_store_that_stays_away_is_given_up_within_the_time_and_named(
-    bucket: str, proxy: FaultyProxy, fault: str
-) -> None:
+def test_a_store_that_stays_away_is_given_up_within_the_time_and_named(bucket, proxy, fault):
     storage = Storage(f"s3://{bucket}/run", timeout_s=2.0)
     proxy.fault = lambda method, path: fault
     for operation in (lambda: storage.write("a", [b"x"]), lambda: storage.read("a"), lambda: list(storage.names())):
@@ -281,7 +274,7 @@ def test_a_store_that_stays_away_is_given_up_within_the_time_and_named(
         assert failed.value.facts["path"].startswith(f"s3://{bucket}/run")
 
 
-def test_a_first_attempt_that_was_slow_is_not_the_only_one() -> None:
+def test_a_first_attempt_that_was_slow_is_not_the_only_one():
     attempts = []
 
     def attempt() -> int:
@@ -297,7 +290,7 @@ def test_a_first_attempt_that_was_slow_is_not_the_only_one() -> None:
         Retries(0.0)(attempt, lambda error: False)
 
 
-def test_an_upload_that_is_given_up_leaves_neither_object_nor_parts(bucket: str, proxy: FaultyProxy) -> None:
+def test_an_upload_that_is_given_up_leaves_neither_object_nor_parts(bucket, proxy):
     storage = Storage(f"s3://{bucket}/run", timeout_s=4.0)
     storage._files._retries = Retries(1.0)  # gives up before the parts that are slow
     proxy.fault = lambda method, path: "503" if "partNumber=2" in path else None
@@ -307,7 +300,7 @@ def test_an_upload_that_is_given_up_leaves_neither_object_nor_parts(bucket: str,
     assert (list(storage.names()), storage.uploads()) == ([], [])
 
 
-def test_a_writer_that_fails_leaves_nothing(storage: Storage) -> None:
+def test_a_writer_that_fails_leaves_nothing(storage):
     def chunks() -> Iterator[bytes]:
         yield bytes(3 * CHUNK_BYTES)
         raise RuntimeError("the device is gone")
@@ -317,9 +310,7 @@ def test_a_writer_that_fails_leaves_nothing(storage: Storage) -> None:
     assert (list(storage.names()), storage.uploads()) == ([], [])
 
 
-def test_uploads_that_others_left_are_listed_and_aborted(
-    bucket: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uploads_that_others_left_are_listed_and_aborted(bucket, object_store, monkeypatch):
     monkeypatch.setattr(s3, "PAGE", 2)
     client = object_store.client()
     for name in ("run/a", "run/b", "run/c", "running"):
@@ -333,9 +324,7 @@ def test_uploads_that_others_left_are_listed_and_aborted(
 
 
 @pytest.mark.slow
-def test_credentials_that_are_renewed_are_used(
-    bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, object_store: ObjectStore
-) -> None:
+def test_credentials_that_are_renewed_are_used(bucket, monkeypatch, tmp_path, object_store):
     def credentials(secret: str) -> str:
         return f"[default]\naws_access_key_id = elastic-ring\naws_secret_access_key = {secret}\n"
 
@@ -356,8 +345,8 @@ def test_credentials_that_are_renewed_are_used(
 
 @pytest.mark.slow
 def test_what_a_gateway_acknowledged_is_there_after_it_was_killed_and_the_writer_goes_on(
-    object_store: ObjectStore, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    object_store, bucket, monkeypatch
+):
     gateway = object_store.another_gateway()
     monkeypatch.setenv("AWS_ENDPOINT_URL", gateway.endpoint)
     storage = Storage(f"s3://{bucket}/run", timeout_s=200.0).open()  # a gateway on a busy host starts slowly
@@ -405,7 +394,7 @@ def limited() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_without_room_is_named_and_nothing_stays(tmp_path: Path, limited: None) -> None:
+def test_a_disk_without_room_is_named_and_nothing_stays(tmp_path, limited):
     storage = Storage(str(tmp_path / "run"), timeout_s=0.5).open()
     for write in (storage.write, lambda name, data: storage.replace(name, data[0])):
         with pytest.raises(StorageFailed, match=rf"{tmp_path}/run/big cannot be written: OSError.*\d attempts"):
@@ -413,7 +402,7 @@ def test_a_disk_without_room_is_named_and_nothing_stays(tmp_path: Path, limited:
     assert list(storage.names()) == []
 
 
-def test_a_write_goes_on_once_there_is_room(tmp_path: Path, limited: None) -> None:
+def test_a_write_goes_on_once_there_is_room(tmp_path, limited):
     storage = Storage(str(tmp_path / "run")).open()
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     room = threading.Timer(0.5, resource.setrlimit, [resource.RLIMIT_FSIZE, (hard, hard)])

@@ -4,8 +4,6 @@ what is read and written is right. The table of docs/guarantees.md has the same 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,6 @@ from elastic_ring.runtime.run_storage import RunRecords
 from elastic_ring.runtime.terms import Terms
 from elastic_ring.state.storage import backend
 from elastic_ring.state.storage.folder import Storage, open_or_refuse
-from tests.object_store.proxy import FaultyProxy
 from tests.object_store.store import ObjectStore
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 
@@ -93,9 +90,7 @@ MOMENTS = [submits, claims_a_term, writes_a_checkpoint, reads_a_checkpoint, list
 @pytest.mark.thinned(6)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_store_that_misbehaves_for_a_moment_is_waited_for(
-    proxy: FaultyProxy, bucket: str, moment: Callable[[str], None], fault: str
-) -> None:
+def test_a_store_that_misbehaves_for_a_moment_is_waited_for(proxy, bucket, moment, fault):
     Storage(f"s3://{bucket}/run").replace("checkpoints/here", DATA)
     left = [fault] * 2
     proxy.fault = lambda method, path: left.pop() if left else None
@@ -108,9 +103,7 @@ def test_a_store_that_misbehaves_for_a_moment_is_waited_for(
 
 
 @pytest.mark.parametrize("fault", ["503", *(pytest.param(one, marks=pytest.mark.slow) for one in FAULTS[:3])])
-def test_data_on_a_store_that_misbehaves_are_read_all_the_same(
-    proxy: FaultyProxy, corpus: str, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_on_a_store_that_misbehaves_are_read_all_the_same(proxy, corpus, fault, monkeypatch):
     """Long enough for what the client tries again by itself to fail."""
     monkeypatch.setattr(backend, "TELL_AFTER_S", 0.0)
     source = open_source(PreparedTokens.of(corpus, CONTEXT))
@@ -126,9 +119,7 @@ def test_data_on_a_store_that_misbehaves_are_read_all_the_same(
         assert corpus.rpartition("/")[0] in told[0]
 
 
-def test_a_flipped_byte_of_data_is_read_again_and_one_that_stays_names_the_shard(
-    proxy: FaultyProxy, corpus: str
-) -> None:
+def test_a_flipped_byte_of_data_is_read_again_and_one_that_stays_names_the_shard(proxy, corpus):
     with Loader(open_source(PreparedTokens.of(corpus, CONTEXT))) as loader:
         expected = read_all(loader)
     source = open_source(PreparedTokens.of(corpus, CONTEXT))
@@ -145,9 +136,7 @@ def test_a_flipped_byte_of_data_is_read_again_and_one_that_stays_names_the_shard
         read_all(loader)
 
 
-def test_a_store_of_data_that_stays_away_ends_as_storage_failed_with_the_place_within_the_time(
-    proxy: FaultyProxy, corpus: str
-) -> None:
+def test_a_store_of_data_that_stays_away_ends_as_storage_failed_with_the_place_within_the_time(proxy, corpus):
     source = open_source(PreparedTokens.of(corpus, CONTEXT))
     proxy.fault = lambda method, path: "503"
     begun_s = time.monotonic()
@@ -160,23 +149,21 @@ def test_a_store_of_data_that_stays_away_ends_as_storage_failed_with_the_place_w
     assert failed.value.facts["path"].startswith(corpus.rpartition("/")[0])
 
 
-def test_a_flipped_byte_of_a_checkpoint_shows_in_its_digest(proxy: FaultyProxy, bucket: str) -> None:
+def test_a_flipped_byte_of_a_checkpoint_shows_in_its_digest(proxy, bucket):
     storage = Storage(f"s3://{bucket}/run")
     written = storage.write("part", [DATA])
     proxy.fault = lambda method, path: "flip"
     assert storage.load("part")[1].sha256 != written.sha256
 
 
-def test_a_term_that_a_listing_hides_is_not_claimed_again(proxy: FaultyProxy, bucket: str) -> None:
+def test_a_term_that_a_listing_hides_is_not_claimed_again(proxy, bucket):
     run = RunConfig("run", f"s3://{bucket}")
     assert Terms(run).open().claim("a").term == 1
     proxy.fault = lambda method, path: "hide"
     assert Terms(run).open().claim("a").term == 2
 
 
-def test_an_onlooker_is_told_soon_and_waits_for_a_bounded_time(
-    proxy: FaultyProxy, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_onlooker_is_told_soon_and_waits_for_a_bounded_time(proxy, bucket, monkeypatch):
     monkeypatch.setattr(backend, "TELL_AFTER_S", 0.2)
     monkeypatch.setattr("elastic_ring.runtime.run_storage.LOOK_S", 1.0)
     proxy.fault = lambda method, path: "503"
@@ -189,7 +176,7 @@ def test_an_onlooker_is_told_soon_and_waits_for_a_bounded_time(
     assert f"s3://{bucket}/run" in told[0]
 
 
-def test_the_last_attempt_begins_at_the_end_of_the_time_and_not_a_pause_before_it() -> None:
+def test_the_last_attempt_begins_at_the_end_of_the_time_and_not_a_pause_before_it():
     begun_s, tried_s = time.monotonic(), list[float]()
 
     def attempt() -> None:
@@ -201,7 +188,7 @@ def test_the_last_attempt_begins_at_the_end_of_the_time_and_not_a_pause_before_i
     assert tried_s[-1] >= 1.0
 
 
-def test_prepared_files_may_lie_on_a_disk_that_is_away_for_a_moment(tmp_path: Path) -> None:
+def test_prepared_files_may_lie_on_a_disk_that_is_away_for_a_moment(tmp_path):
     """As a mount does: the error is one of the file system's, and neither absence nor damage."""
     prepared(tmp_path / "out", write_jsonl(tmp_path / "in" / "a.jsonl", texts(20)))
     source = open_source(PreparedTokens.of(str(tmp_path / "out" / "manifest.json"), CONTEXT))

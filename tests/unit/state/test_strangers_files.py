@@ -233,7 +233,7 @@ def read_checkpoints(storage: Storage) -> None:
 
 @few
 @given(data=st.data())
-def test_manifests_of_checkpoints(stored: tuple[Storage, dict[str, Any]], data: st.DataObject) -> None:
+def test_manifests_of_checkpoints(stored, data):
     storage, right = stored
     name = f"{checkpoint.step_folder(5, 1)}/{checkpoint.COMMIT}"
     text = data.draw(st.one_of(wrong(right).map(resealed), wrong_bytes(resealed(right))))
@@ -245,7 +245,7 @@ def test_manifests_of_checkpoints(stored: tuple[Storage, dict[str, Any]], data: 
 
 @few
 @given(data=st.data())
-def test_headers_of_a_checkpoint_s_files(stored: tuple[Storage, dict[str, Any]], data: st.DataObject) -> None:
+def test_headers_of_a_checkpoint_s_files(stored, data):
     storage, right = stored
     name = right["files"][0]["name"]
     whole = storage.read(name)
@@ -264,7 +264,7 @@ def test_headers_of_a_checkpoint_s_files(stored: tuple[Storage, dict[str, Any]],
 
 @few
 @given(data=st.data())
-def test_records_of_checkpoints_that_were_set_aside(folder: Path, data: st.DataObject) -> None:
+def test_records_of_checkpoints_that_were_set_aside(folder, data):
     storage = Storage(str(folder / "aside"))
     precious = folder / "precious" / "x"
     precious.parent.mkdir(exist_ok=True)
@@ -283,7 +283,7 @@ def test_records_of_checkpoints_that_were_set_aside(folder: Path, data: st.DataO
 
 @few
 @given(data=st.data())
-def test_final_weights_and_their_index(folder: Path, data: st.DataObject) -> None:
+def test_final_weights_and_their_index(folder, data):
     at = folder / "weights"
     at.mkdir(exist_ok=True)
     tensors = safetensors_bytes({"a": torch.ones(2, 3), "b": torch.zeros(4)})
@@ -313,7 +313,7 @@ def test_final_weights_and_their_index(folder: Path, data: st.DataObject) -> Non
 
 @few
 @given(data=st.data())
-def test_copies_and_the_headers_of_shards(folder: Path, data: st.DataObject) -> None:
+def test_copies_and_the_headers_of_shards(folder, data):
     shard = shard_of(0, 2)
     taken = snapshot.take(shard, (1, 1), snapshot.Buffers(), None)
     taken.finish()
@@ -346,7 +346,7 @@ def odd_journal(records: Any) -> bytes:
 
 @few
 @given(data=st.data())
-def test_journals_and_metrics(folder: Path, data: st.DataObject) -> None:
+def test_journals_and_metrics(folder, data):
     at = folder / "journal"
     at.mkdir(exist_ok=True)
     lines = [
@@ -404,7 +404,7 @@ SUMMARY = Summary(
 
 @few
 @given(data=st.data())
-def test_status_summary_and_config_of_a_run(folder: Path, data: st.DataObject) -> None:
+def test_status_summary_and_config_of_a_run(folder, data):
     at = folder / "records"
     at.mkdir(exist_ok=True)
     config = {"run": {"name": "r"}, "digest": "d", "versions": {"torch": "2"}, "planned_gpu_bytes": 7}
@@ -425,7 +425,7 @@ def test_status_summary_and_config_of_a_run(folder: Path, data: st.DataObject) -
 
 @few
 @given(data=st.data())
-def test_settings_and_the_files_that_settings_name(folder: Path, data: st.DataObject) -> None:
+def test_settings_and_the_files_that_settings_name(folder, data):
     at = folder / "settings"
     at.mkdir(exist_ok=True)
     toml = b'preset = "laptop"\n[run]\nname = "r"\n[run.env]\nA = "b"\n[step]\nsteps = 3\n'
@@ -448,7 +448,7 @@ def test_settings_and_the_files_that_settings_name(folder: Path, data: st.DataOb
 
 @few
 @given(data=st.data())
-def test_token_shards(folder: Path, data: st.DataObject) -> None:
+def test_token_shards(folder, data):
     at = folder / "shards"
     at.mkdir(exist_ok=True)
     table = pa.table({"tokens": pa.array([[1, 2, 3], [4, 5], [6]], pa.list_(pa.int32()))})
@@ -472,7 +472,7 @@ def corpus(folder: Path) -> dict[str, Any]:
 
 @few
 @given(data=st.data())
-def test_manifests_and_shards_of_a_corpus(folder: Path, corpus: dict[str, Any], data: st.DataObject) -> None:
+def test_manifests_and_shards_of_a_corpus(folder, corpus, data):
     at = folder / "corpus"
     right = {key: value for key, value in corpus.items() if key != "about"}
     plain = data.draw(wrong(right))
@@ -488,7 +488,7 @@ def test_manifests_and_shards_of_a_corpus(folder: Path, corpus: dict[str, Any], 
 
 @few
 @given(data=st.data())
-def test_documents_of_every_kind(folder: Path, data: st.DataObject) -> None:
+def test_documents_of_every_kind(folder, data):
     at = folder / "documents"
     kinds: dict[str, Callable[[Path], Path]] = {
         "a.jsonl": lambda path: write_jsonl(path, texts(3)),
@@ -509,7 +509,7 @@ def test_documents_of_every_kind(folder: Path, data: st.DataObject) -> None:
 
 @few
 @given(data=st.data())
-def test_folders_of_tokenizers(folder: Path, data: st.DataObject) -> None:
+def test_folders_of_tokenizers(folder, data):
     tokenizers = pytest.importorskip("tokenizers")
     at = folder / "tokenizer"
     at.mkdir(exist_ok=True)
@@ -532,7 +532,7 @@ def test_folders_of_tokenizers(folder: Path, data: st.DataObject) -> None:
         st.lists(st.sampled_from(["..", ".", "", "a", "\x00"])).map("/".join),
     )
 )
-def test_a_name_from_a_file_stays_in_its_folder(name: Any) -> None:
+def test_a_name_from_a_file_stays_in_its_folder(name):
     try:
         found = name_below(name)
     except ValueError:
@@ -542,7 +542,7 @@ def test_a_name_from_a_file_stays_in_its_folder(name: Any) -> None:
 
 @few
 @given(text=st.text())
-def test_nothing_that_is_shown_moves_the_cursor(text: str) -> None:
+def test_nothing_that_is_shown_moves_the_cursor(text):
     shown = printable(f"x{text}\x1b[2J\x9b\u202e\ud800")
     assert not any((sign < " " and sign not in "\n\t\r") or "\x7f" <= sign <= "\x9f" for sign in shown)
     assert "\r" not in shown.replace("\r\n", "")
@@ -560,12 +560,12 @@ LONG_KEYS = [
 
 
 @pytest.mark.parametrize("text", LONG_KEYS)
-def test_a_key_of_many_parts_is_refused_wherever_it_stands(text: str) -> None:
+def test_a_key_of_many_parts_is_refused_wherever_it_stands(text):
     with pytest.raises(ValueError, match="more than 64 parts"):
         plain_toml(text.encode())
 
 
-def test_many_dots_that_are_no_key_are_read_and_the_look_for_keys_ends() -> None:
+def test_many_dots_that_are_no_key_are_read_and_the_look_for_keys_ends():
     rows = "a = [\n" + f"  {', '.join(['1.5'] * 70)},\n" * 3 + "]\n" + f"b = '{'. ' * 200}'  # {'.' * 200}\n"
     assert len(plain_toml(rows.encode())["a"]) == 210
     assert plain_toml(("a." * 63 + "a = 1").encode())
@@ -576,7 +576,7 @@ def test_many_dots_that_are_no_key_are_read_and_the_look_for_keys_ends() -> None
     assert time.process_time() - begun < MOST_S
 
 
-def test_a_file_that_the_user_names_may_be_a_pipe_of_some_length(tmp_path: Path) -> None:
+def test_a_file_that_the_user_names_may_be_a_pipe_of_some_length(tmp_path):
     for text, told in ((b"preset = '100m'", ""), (b"#" * (MAX_TOML_BYTES + 1), "has more than")):
         ends = os.pipe()
         with ThreadPoolExecutor() as pool, suppress(BrokenPipeError):
@@ -587,7 +587,7 @@ def test_a_file_that_the_user_names_may_be_a_pipe_of_some_length(tmp_path: Path)
             writes.result()
 
 
-def test_what_is_no_file_is_not_waited_for_and_what_is_too_long_or_too_deep_is_not_read(tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_waited_for_and_what_is_too_long_or_too_deep_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(RecordDamaged, match="no regular file"):
         read_json(tmp_path / "pipe")

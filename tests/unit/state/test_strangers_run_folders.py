@@ -63,7 +63,7 @@ def odd_lines(right: list[dict[str, Any]]) -> st.SearchStrategy[bytes]:
 
 @few
 @given(data=st.data())
-def test_terms(folder: Path, data: st.DataObject) -> None:
+def test_terms(folder, data):
     at = folder / f"terms-{secrets.token_hex(8)}"
     (at / "terms").mkdir(parents=True)
     claim = {"attempt": "a", "host": "h", "unix_s": 1.0, "id": "x"}
@@ -99,7 +99,7 @@ BEGAN = {"from": ["checkpoints/step-00000005/lineage-001"], "identity": IDENTITY
 
 @few
 @given(data=st.data())
-def test_records_of_lineages_and_of_what_earlier_submissions_decided(folder: Path, data: st.DataObject) -> None:
+def test_records_of_lineages_and_of_what_earlier_submissions_decided(folder, data):
     at = folder / "lineages-run"
     storage = Storage(str(at))
     if not at.exists():
@@ -121,7 +121,7 @@ def test_records_of_lineages_and_of_what_earlier_submissions_decided(folder: Pat
 
 @few
 @given(data=st.data())
-def test_pieces_of_records_in_a_storage(folder: Path, data: st.DataObject) -> None:
+def test_pieces_of_records_in_a_storage(folder, data):
     storage = Storage(str(folder / "pieces"))
     storage.replace("records/CURRENT.json", data.draw(odd_json({"term": 1, "unix_s": 1.0})))
     for name in data.draw(
@@ -165,7 +165,7 @@ SUMMARY = Summary(
 
 @few
 @given(data=st.data())
-def test_the_end_the_steps_and_what_callbacks_were_told(folder: Path, data: st.DataObject) -> None:
+def test_the_end_the_steps_and_what_callbacks_were_told(folder, data):
     at = folder / "ended"
     at.mkdir(exist_ok=True)
     status = {"run": "r", "ended": True, "end": {"error": "E", "message": "m", "attempt": "a"}, "updated_unix_s": 1.0}
@@ -197,9 +197,7 @@ def test_the_end_the_steps_and_what_callbacks_were_told(folder: Path, data: st.D
 
 @few
 @given(data=st.data())
-def test_settings_of_a_run_as_a_submission_a_forecast_and_an_export_read_them(
-    folder: Path, data: st.DataObject
-) -> None:
+def test_settings_of_a_run_as_a_submission_a_forecast_and_an_export_read_them(folder, data):
     export = pytest.importorskip("elastic_ring.integrations.transformers.export")
     at = folder / "settings"
     at.mkdir(exist_ok=True)
@@ -234,7 +232,7 @@ def test_settings_of_a_run_as_a_submission_a_forecast_and_an_export_read_them(
 
 @few
 @given(data=st.data())
-def test_what_a_preparation_that_was_stopped_has_left(folder: Path, data: st.DataObject) -> None:
+def test_what_a_preparation_that_was_stopped_has_left(folder, data):
     out, source = folder / "prepared", folder / "in.jsonl"
     write_jsonl(source, texts(9))
     if not out.exists():
@@ -249,7 +247,7 @@ def test_what_a_preparation_that_was_stopped_has_left(folder: Path, data: st.Dat
     path.write_bytes(right)
 
 
-def test_a_journal_that_is_a_pipe_or_longer_than_any_is_not_read(tmp_path: Path) -> None:
+def test_a_journal_that_is_a_pipe_or_longer_than_any_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "long").open("wb") as file:
         file.truncate(1 << 42)

@@ -15,7 +15,7 @@ from elastic_ring.errors import DigestMismatch
 from elastic_ring.state import transfer
 from elastic_ring.state.shard import Shard
 from elastic_ring.state.transfer import Link, receive_shard, send_shard
-from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
+from tests.unit.attention.attention_rings import in_threads, one_thread
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +54,7 @@ def heal(links: Any, donor: Shard, newcomers: list[Shard]) -> list[int]:
 @pytest.mark.parametrize("momentum", [False, True])
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("num_newcomers", [1, 2])
-def test_newcomers_get_the_donors_bits_and_train_on_alike(
-    rings: ThreadRings, num_newcomers: int, steps: int, momentum: bool
-) -> None:
+def test_newcomers_get_the_donors_bits_and_train_on_alike(rings, num_newcomers, steps, momentum):
     donor = make_shard(steps=steps, seed=0, momentum=momentum)
     newcomers = [make_shard(steps=0, seed=1 + i, momentum=momentum) for i in range(num_newcomers)]
     num_bytes = heal(rings.groups(1 + num_newcomers), donor, newcomers)
@@ -67,16 +65,14 @@ def test_newcomers_get_the_donors_bits_and_train_on_alike(
     assert len({shard.digest() for shard in (donor, *newcomers)}) == 1
 
 
-def test_a_shard_of_no_rows_is_healed_too(rings: ThreadRings) -> None:
+def test_a_shard_of_no_rows_is_healed_too(rings):
     donor, newcomer = make_shard(steps=2, seed=0, rows=0), make_shard(steps=0, seed=1, rows=0)
     heal(rings.groups(2), donor, [newcomer])
     assert newcomer.counters.applied == 2
     assert newcomer.digest() == donor.digest()
 
 
-def test_tensors_larger_than_a_chunk_arrive_whole_and_chunks_are_announced(
-    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_larger_than_a_chunk_arrive_whole_and_chunks_are_announced(rings, monkeypatch):
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 24)
     donor, newcomer = make_shard(steps=1, seed=0), make_shard(steps=0, seed=1)
     group, seen = rings.groups(2), [0, 0]
@@ -97,9 +93,7 @@ def test_tensors_larger_than_a_chunk_arrive_whole_and_chunks_are_announced(
 
 
 @pytest.mark.parametrize("num_newcomers", [1, 2])
-def test_a_donor_stays_until_the_last_newcomer_has_everything(
-    rings: ThreadRings, monkeypatch: pytest.MonkeyPatch, num_newcomers: int
-) -> None:
+def test_a_donor_stays_until_the_last_newcomer_has_everything(rings, monkeypatch, num_newcomers):
     """Taking its end of the link down earlier would take down what is still on its way."""
     donor = make_shard(steps=2, seed=0)
     newcomers = [make_shard(steps=0, seed=1 + i) for i in range(num_newcomers)]
@@ -126,7 +120,7 @@ def test_a_donor_stays_until_the_last_newcomer_has_everything(
     assert {newcomer.digest() for newcomer in newcomers} == {donor.digest()}
 
 
-def test_a_newcomer_whose_shard_is_refused_lets_its_donor_go(rings: ThreadRings) -> None:
+def test_a_newcomer_whose_shard_is_refused_lets_its_donor_go(rings):
     donor, newcomer, groups = make_shard(steps=2, seed=0), make_shard(steps=1, seed=9), rings.groups(2, fresh=True)
     returned = threading.Event()
 
@@ -168,7 +162,7 @@ def messages(shard: Shard) -> int:
     return 2 + sum(tensor.numel() > 0 for tensor in shard.pack()[1])
 
 
-def test_a_bit_that_flips_in_any_message_is_refused(rings: ThreadRings) -> None:
+def test_a_bit_that_flips_in_any_message_is_refused(rings):
     donor = make_shard(steps=2, seed=0)
     for message in range(1, messages(donor)):
         newcomer = make_shard(steps=1, seed=9)

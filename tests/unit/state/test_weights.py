@@ -31,7 +31,6 @@ from elastic_ring.state.storage.backend import StoredFile
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train import weights
 from elastic_ring.train.weights import gather_weights, load_weights
-from tests.object_store.store import ObjectStore
 from tests.unit.groups.processes import Membership, abort, membership
 from tests.unit.train.tiny_task import MODEL, begin, make_task, weights_sha256
 
@@ -66,7 +65,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 # ---------------------------------------------------------------- what is written
 
 
-def test_several_files_and_one_file_hold_the_same_bits_under_the_same_digest(two: Membership, tmp_path: Path) -> None:
+def test_several_files_and_one_file_hold_the_same_bits_under_the_same_digest(two, tmp_path):
     one, several = tmp_path / "one", tmp_path / "several"
     two.all(begin, two.meeting(), RING, make_task())
     digest, none = two.all(weights_sha256, str(one))
@@ -93,9 +92,7 @@ def test_several_files_and_one_file_hold_the_same_bits_under_the_same_digest(two
 
 
 @pytest.mark.slow
-def test_weights_in_an_object_store_are_read_by_their_address(
-    object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_weights_in_an_object_store_are_read_by_their_address(object_store, monkeypatch, tmp_path):
     object_store.enter(monkeypatch)
     uri = f"s3://{object_store.new_bucket()}/runs/one"
     with membership(2) as made:
@@ -148,7 +145,7 @@ def held_at_most(me: Any, folder: str, max_file_bytes: int) -> int:
     return held[1]
 
 
-def test_no_rank_holds_more_than_one_tensor_and_one_of_its_files(two: Membership, tmp_path: Path) -> None:
+def test_no_rank_holds_more_than_one_tensor_and_one_of_its_files(two, tmp_path):
     two.all(begin, two.meeting(), RING, make_task())
     sizes = {name: value.nbytes for name, value in Transformer(MODEL).named_parameters()}
     padding = MODEL.width * 4  # uneven rows are gathered padded
@@ -174,7 +171,7 @@ def give_up_at(me: Any, launch: int) -> None:
 
 
 @pytest.mark.slow
-def test_weights_from_an_aborted_gather_are_not_written(two: Membership, tmp_path: Path) -> None:
+def test_weights_from_an_aborted_gather_are_not_written(two, tmp_path):
     num_tensors = len(dict(Transformer(MODEL).named_parameters()))
     for max_file_bytes in (MAX_FILE_BYTES, SMALL):
         folder = tmp_path / str(max_file_bytes)
@@ -228,9 +225,7 @@ def gathered(me: Any, folder: str, max_file_bytes: int) -> str | None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_as_it_writes_leaves_no_index_and_the_next_attempt_removes_its_files(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_is_killed_as_it_writes_leaves_no_index_and_the_next_attempt_removes_its_files(tmp_path):
     with membership(2) as killed:
         killed.all(begin, killed.meeting(), RING, make_task())
         killed.start(0, gathered, str(tmp_path), SMALL)
@@ -251,7 +246,7 @@ def test_a_rank_that_is_killed_as_it_writes_leaves_no_index_and_the_next_attempt
     assert len(list((tmp_path / WEIGHTS_FOLDER).iterdir())) == 1
 
 
-def test_files_that_rank_0_does_not_see_are_named_and_do_not_count(two: Membership, tmp_path: Path) -> None:
+def test_files_that_rank_0_does_not_see_are_named_and_do_not_count(two, tmp_path):
     two.all(begin, two.meeting(), RING, make_task())
     two.start(0, weights_sha256, str(tmp_path / "here"), SMALL)
     two.start(1, weights_sha256, str(tmp_path / "there"), SMALL)
@@ -261,7 +256,7 @@ def test_files_that_rank_0_does_not_see_are_named_and_do_not_count(two: Membersh
     assert WEIGHTS_INDEX not in files_in(tmp_path / "here")
 
 
-def test_a_file_that_cannot_be_written_is_named(two: Membership, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_named(two, tmp_path):
     (tmp_path / WEIGHTS_FOLDER).write_text("a file where the folder should be")
     two.all(begin, two.meeting(), RING, make_task())
     for rank in (0, 1):
@@ -284,7 +279,7 @@ class Tied(nn.Module):
         self.head.weight = self.token.weight
 
 
-def test_weights_that_are_tied_load_strictly_from_the_one_name_that_is_stored(tmp_path: Path) -> None:
+def test_weights_that_are_tied_load_strictly_from_the_one_name_that_is_stored(tmp_path):
     path = tmp_path / "weights.safetensors"
     model, loaded = Tied(), Tied()
     save_file(dict(model.named_parameters()), path)
@@ -301,7 +296,7 @@ def test_weights_that_are_tied_load_strictly_from_the_one_name_that_is_stored(tm
         load_weights(loaded, tmp_path / "none.safetensors")
 
 
-def test_weights_in_several_files_load_by_folder_and_by_index(two: Membership, tmp_path: Path) -> None:
+def test_weights_in_several_files_load_by_folder_and_by_index(two, tmp_path):
     two.all(begin, two.meeting(), RING, make_task())
     two.all(weights_sha256, str(tmp_path), SMALL)
     expected = tensors_of(tmp_path)
@@ -315,9 +310,7 @@ def test_weights_in_several_files_load_by_folder_and_by_index(two: Membership, t
 
 
 @pytest.mark.parametrize("max_file_bytes", [MAX_FILE_BYTES, SMALL])
-def test_hugging_faces_library_loads_the_weights_as_they_lie(
-    two: Membership, tmp_path: Path, max_file_bytes: int
-) -> None:
+def test_hugging_faces_library_loads_the_weights_as_they_lie(two, tmp_path, max_file_bytes):
     hub = pytest.importorskip("huggingface_hub")
     two.all(begin, two.meeting(), RING, make_task())
     two.all(weights_sha256, str(tmp_path), max_file_bytes)
@@ -329,7 +322,7 @@ def test_hugging_faces_library_loads_the_weights_as_they_lie(
         assert torch.equal(value, other), name
 
 
-def test_damaged_weights_are_refused_by_name(two: Membership, tmp_path: Path) -> None:
+def test_damaged_weights_are_refused_by_name(two, tmp_path):
     two.all(begin, two.meeting(), RING, make_task())
     two.all(weights_sha256, str(tmp_path), SMALL)
     index, file = tmp_path / WEIGHTS_INDEX, tmp_path / index_of(tmp_path)["weight_map"]["embedding.weight"]
