@@ -21,6 +21,7 @@ from elastic_ring import errors
 from elastic_ring.config import RunConfig, environment
 from elastic_ring.control.decisions.data_order import take_facts, version_at
 from elastic_ring.control.decisions.terms import TermClaim, refuse_if_replaced
+from elastic_ring.control.messages import BatchSkip, CorpusVersion
 from elastic_ring.data.prepared import with_versions
 from elastic_ring.data.sampling.order import SkippingOrder, by_batch
 from elastic_ring.files import shown_url
@@ -51,6 +52,8 @@ class Follower:
 
     def __init__(self, submission: Submission, callbacks: Sequence[Callback]) -> None:
         self._submission, self._run, self._callbacks = submission, submission.run, callbacks
+        run = submission.run
+        self._result = partial(Result, path=run.driver_folder, storage_uri=run.storage_uri if run.is_remote else "")
         self._fetched_s = 0.0
 
     def follow(self, fingerprint: str) -> Result:
@@ -86,7 +89,7 @@ class Follower:
         log.info("run %s is finished already; its summary is in %s", self._run.name, self._run.driver_folder)
         with self.delivery() as delivery:
             delivery.deliver()
-        return self._success(summary)
+        return self._result(summary)
 
     def delivery(self) -> CallbackDelivery:
         run, folder = self._run, self._run.driver_folder
@@ -155,31 +158,29 @@ class Follower:
             kind = getattr(errors, end["error"], errors.RunFailed)
             task, message, facts = self._submission.task, end["message"], dict(end["facts"])
             if kind in (errors.CrashLoop, errors.UserCodeFailed) and int(facts["step"]) < task.step.steps:
-                message += f"\nThe batch of that step {_batch_of(task, facts)}"
+                batch, samples = _batch_of(task, int(facts["step"]), *take_facts(facts))
+                message += f"\nThe batch of that step {batch}"
+                facts |= {} if samples is None else {"samples": samples}
             raise kind(message, **facts)
         if "summary" not in end:
             raise errors.RunFailed(f"the run ended before its last step: {end['message']}")
-        return self._success(end["summary"])
-
-    def _success(self, summary: dict[str, Any]) -> Result:
-        run = self._run
-        return Result(summary, run.driver_folder, storage_uri=run.storage_uri if run.is_remote else "")
+        return self._result(end["summary"])
 
 
-def _batch_of(task: TrainingTask, facts: dict[str, Any]) -> str:
-    """Which sequences the failed step has, by the manifest of its step; adds them to `facts` as `samples`."""
-    step, (versions, skips) = int(facts["step"]), take_facts(facts)
+def _batch_of(
+    task: TrainingTask, step: int, versions: tuple[CorpusVersion, ...], skips: tuple[BatchSkip, ...]
+) -> tuple[str, Sequence[int] | None]:
+    """(which sequences the failed step has, in words; these sequences), by the manifest of its step."""
     try:
         order = training_order(replace(task, data=with_versions(task.data, by_batch(versions, skips))))
         sample_ids = SkippingOrder(order, skips).sample_ids(step)
     except (ValueError, errors.StorageFailed) as error:  # the crashes say more than a manifest that is gone
-        return f"cannot be named: {error}"
-    facts["samples"] = sample_ids
+        return f"cannot be named: {error}", None
     version = version_at(versions, step)
     corpus = shown_url(str(task.data))
     if version is not None:
         corpus = f"{version.uri} (which holds from step {version.first_step} on)"
-    return f"is sequences {', '.join(map(str, sample_ids))} of {corpus}"
+    return f"is sequences {', '.join(map(str, sample_ids))} of {corpus}", sample_ids
 
 
 class CoordinatorLink:
