@@ -54,7 +54,8 @@ OBEYED = {
 
 
 def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]:
-    """This door's own flags, and the settings that it shares. Raises ValueError for contradictory settings."""
+    """This door's own flags, and the settings that it shares. Raises ValueError for settings that contradict each other
+    and for those that this door would not obey."""
     own = argparse.ArgumentParser(
         prog="train_zero3",
         add_help=False,
@@ -84,7 +85,15 @@ def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]
         if has_flag(rest, flag):
             raise ValueError(f"--{flag.replace('_', '-')}: is the elastic ring's; here {NONE_HERE}")
     settings = parse(rest)
-    refuse_ignored(settings)
+    for name in ("validate", "stop_early", "keep_best", "search"):
+        if (value := getattr(settings, name)) is not None:
+            raise ValueError(f"{name}={value!r}: is the elastic ring's; here {NONE_HERE}")
+    usual = {"run": RunConfig(), "step": StepConfig(), "scaling": PRESETS[settings.preset]()["scaling"]}
+    for setting in _ignored():
+        section, name = setting.split(".")
+        value = getattr(getattr(settings, section), name)
+        if value != getattr(usual[section], name):
+            raise ValueError(f"{setting}={value!r}: is the elastic ring's; here {_instead(setting)}")
     return options, settings
 
 
@@ -105,19 +114,6 @@ def _ignored() -> list[str]:
 def _instead(setting: str) -> str:
     why = reason(ZERO3, setting.partition(".")[2])
     return INSTEAD.get(setting) or (f"this door has no such guard: {why}" if why else NONE_HERE)
-
-
-def refuse_ignored(settings: TrainSettings) -> None:
-    """Raises ValueError for a setting that this door would not obey."""
-    for name in ("validate", "stop_early", "keep_best", "search"):
-        if (value := getattr(settings, name)) is not None:
-            raise ValueError(f"{name}={value!r}: is the elastic ring's; here {NONE_HERE}")
-    usual = {"run": RunConfig(), "step": StepConfig(), "scaling": PRESETS[settings.preset]()["scaling"]}
-    for setting in _ignored():
-        section, name = setting.split(".")
-        value = getattr(getattr(settings, section), name)
-        if value != getattr(usual[section], name):
-            raise ValueError(f"{setting}={value!r}: is the elastic ring's; here {_instead(setting)}")
 
 
 def workers_of(text: str) -> tuple[int, int]:
@@ -166,22 +162,18 @@ def build(own: argparse.Namespace, settings: TrainSettings) -> Zero3Trainer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     with plain_terminal():
-        return _main(argv)
-
-
-def _main(argv: Sequence[str] | None) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        own, settings = parse_zero3(sys.argv[1:] if argv is None else argv)
-        result = build(own, settings).fit()
-    except (ValueError, ElasticRingError, KeyboardInterrupt) as error:
-        return refused("train_zero3", error)
-    summary = result.summary
-    first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))
-    print(
-        f"{summary['steps']} steps, loss {first:.3f} -> {last:.3f}, {len(summary['generations'])} worker group(s), "
-        f"goodput {summary['goodput']:.0%}\n"
-        f"weights {summary['weights_sha256'][:16]}, samples {(summary['samples_sha256'] or 'unknown')[:16]}; all of it "
-        f"in {settings.run.storage_uri}"
-    )
-    return 0
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        try:
+            own, settings = parse_zero3(sys.argv[1:] if argv is None else argv)
+            result = build(own, settings).fit()
+        except (ValueError, ElasticRingError, KeyboardInterrupt) as error:
+            return refused("train_zero3", error)
+        summary = result.summary
+        first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))
+        print(
+            f"{summary['steps']} steps, loss {first:.3f} -> {last:.3f}, {len(summary['generations'])} worker group(s), "
+            f"goodput {summary['goodput']:.0%}\n"
+            f"weights {summary['weights_sha256'][:16]}, samples {(summary['samples_sha256'] or 'unknown')[:16]}; all "
+            f"of it in {settings.run.storage_uri}"
+        )
+        return 0

@@ -1,16 +1,14 @@
 """A DeepSpeed engine over all ranks of a worker group: first values, one update, checkpoints, the whole weights.
 
 DeepSpeed holds torch's default group, so an engine lives as long as its worker group: another number of workers is a
-checkpoint in DeepSpeed's universal format and a new engine. DeepSpeed unpickles its files with `weights_only=False`,
-and torch's collectives of objects unpickle what any process of the network may have sent: here both are read as data
-only. No ring, no data and no Ray in here.
+checkpoint in DeepSpeed's universal format and a new engine. DeepSpeed unpickles its files with `weights_only=False`:
+here they are read as data only. No ring, no data and no Ray in here.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import math
 import re
 import secrets
@@ -28,7 +26,7 @@ from torch import Tensor, nn
 
 from elastic_ring.config import environment
 from elastic_ring.errors import CheckpointDamaged
-from elastic_ring.files import name_below, plain_json, user_folder
+from elastic_ring.files import user_folder
 from elastic_ring.state.checkpoints.weight_files import (
     MAX_FILE_BYTES,
     WEIGHTS,
@@ -48,8 +46,6 @@ TAG = "zero3"
 MASTER = "fp32"
 FRAGMENTS = "fragments-{rank:05d}.pt"
 FP32_BYTES = 4
-REPORT_BYTES = 512
-"""The most bytes of one rank's report to the others, as JSON."""
 _ONLY_DATA = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _FILE = re.compile(r"(bf16_)?zero_pp_rank_[0-9]+_mp_rank_00_(model|optim)_states\.pt")
 _NAMES = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "module")
@@ -73,7 +69,8 @@ class Zero3Engine:
         """Collective. `fill` gives parameters their first values, one whole tensor at a time."""
         import deepspeed
 
-        self._task, self._zero = task, config["zero_optimization"]
+        offload = config["zero_optimization"].get("offload_optimizer") or {}
+        self._swaps_optimizer = offload.get("device") == "nvme"
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(task.step.seed)  # where the task has no initial values, the module's own are used
             # The type comes from the configuration: where a device has no fp16, DeepSpeed 0.19 ignores `dtype=`.
@@ -90,35 +87,34 @@ class Zero3Engine:
             with deepspeed.zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
                 if dist.get_rank() == 0:
                     param.copy_(initial.tensor(name, tuple(param.shape)))
+        named: list[Any] = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        ndims = {name: len(param.ds_shape) for name, param in named}
         groups, optimizer = None, None
         if "optimizer" in config:  # one of DeepSpeed's, with the groups that the elastic ring has
-            params: list[Any] = [param for param in model.parameters() if param.requires_grad]
-            decayed = [param for param in params if len(param.ds_shape) >= 2]
-            flat = [param for param in params if len(param.ds_shape) < 2]
-            decays = ((decayed, task.optim.weight_decay), (flat, 0.0))
-            groups = [{"params": part, "weight_decay": decay} for part, decay in decays if part]
-        else:  # torch's AdamW in two groups, or the task's own, as the elastic ring has it
-            named: list[Any] = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-            ndims = {name: len(param.ds_shape) for name, param in named}
-            own = task.optimizer
-            optimizer = make_optimizer(named, task.optim, ndims) if own is None else make_own_optimizer(own, named)
+            own_groups = make_optimizer(named, task.optim, ndims).param_groups
+            groups = [{key: group[key] for key in ("params", "weight_decay")} for group in own_groups]
+        elif task.optimizer is not None:
+            optimizer = make_own_optimizer(task.optimizer, named)
+        else:
+            optimizer = make_optimizer(named, task.optim, ndims)
         self._engine, *_ = deepspeed.initialize(
             model=model, config=config, dist_init_required=False, model_parameters=groups, optimizer=optimizer
         )
+        self.module: nn.Module = self._engine  # its forward calls the module's between DeepSpeed's hooks
         self._skips = False
         self._clip_norm = self._engine.optimizer.clip_grad
         self._engine.optimizer._overflow_check_and_loss_scale_update = self._is_skipped
         if initial is not None and task.step.param_dtype != "float32":
             # DeepSpeed has made the masters from parameters that were rounded: they get the first values themselves.
-            for param, masters in self._masters():
-                size, first = param.partition_numel(), dist.get_rank() * param.partition_numel()
-                whole = initial.tensor(self._engine.param_names[param], tuple(param.ds_shape)).flatten()
-                piece = whole[first : first + size]
-                masters[: len(piece)].copy_(piece)
-
-    @property
-    def module(self) -> nn.Module:
-        return self._engine  # its forward calls the module's between DeepSpeed's hooks
+            for index, group in enumerate(self._engine.optimizer.fp16_groups):
+                with self._swapped_in(index, changed=True) as flat:
+                    offset = 0
+                    for param in group:
+                        size, first = param.partition_numel(), dist.get_rank() * param.partition_numel()
+                        whole = initial.tensor(self._engine.param_names[param], tuple(param.ds_shape)).flatten()
+                        piece = whole[first : first + size]
+                        flat.data[offset : offset + len(piece)].copy_(piece)
+                        offset += size
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss`; DeepSpeed averages over the ranks."""
@@ -162,15 +158,6 @@ class Zero3Engine:
         self._engine.set_gradient_accumulation_boundary(is_boundary=None)
         return gradients
 
-    def _masters(self) -> Iterator[tuple[Any, Tensor]]:
-        """(parameter, this rank's masters of it), swapped in meanwhile; changes are kept."""
-        for index, group in enumerate(self._engine.optimizer.fp16_groups):
-            with self._swapped_in(index, changed=True) as flat:
-                offset = 0
-                for param in group:
-                    yield param, flat.data[offset : offset + param.partition_numel()]
-                    offset += param.partition_numel()
-
     # ------------------------------------------------------------ checkpoints
 
     def save(self, folder: Path) -> None:
@@ -200,9 +187,24 @@ class Zero3Engine:
                 return
             optimizer = self._engine.optimizer.optimizer
             settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            with _universal(folder, self._engine.device) as converted:
+            from deepspeed.checkpoint.ds_to_universal import main as convert
+
+            token = torch.tensor(secrets.randbits(62), device=self._engine.device)
+            dist.broadcast(token, 0)
+            # DeepSpeed's universal format, converted once on each node in its temporary folder.
+            converted = user_folder() / f"universal-{int(token):x}"
+            converts = environment().get("LOCAL_RANK", "0") == "0"
+            try:
+                if converts:
+                    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+                    places = {"input_folder": str(folder / TAG), "output_folder": str(converted / TAG)}
+                    convert(Namespace(**places, **options, strict=True, inject_missing_state=False))
+                dist.barrier()
                 self._engine.load_checkpoint(str(converted), tag=TAG)
                 dist.barrier()  # before anybody removes it
+            finally:
+                if converts:
+                    shutil.rmtree(converted, ignore_errors=True)
         # DeepSpeed's load of a universal checkpoint gives every group the first one's settings (its weight decay), and
         # all shards one tensor as their count of steps, which each of them would advance.
         for group, before in zip(optimizer.param_groups, settings, strict=True):
@@ -210,10 +212,6 @@ class Zero3Engine:
         for state in optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].clone()
-
-    @property
-    def _swaps_optimizer(self) -> bool:
-        return bool((self._zero.get("offload_optimizer") or {}).get("device") == "nvme")
 
     def _fragments(self) -> Fragments:
         """This rank's slices of masters and optimizer state. DeepSpeed's own checkpoints copy swap files, which fit the
@@ -295,32 +293,6 @@ class Zero3Engine:
         return sorted(self._engine.module.named_parameters())
 
 
-def largest_parameter(task: TrainingTask) -> int:
-    """Elements of the model's largest parameter, counted on the meta device."""
-    with torch.device("meta"):
-        return max(param.numel() for param in task.model().parameters())
-
-
-@contextmanager
-def _universal(folder: Path, device: torch.device) -> Iterator[Path]:
-    """A checkpoint in DeepSpeed's universal format, converted once on each node in its temporary folder. Collective."""
-    from deepspeed.checkpoint.ds_to_universal import main as convert
-
-    name = gathered(secrets.token_hex(8), device)[0]
-    converted = user_folder() / name_below(f"universal-{name}")
-    converts = environment().get("LOCAL_RANK", "0") == "0"
-    if converts:
-        options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-        where = {"input_folder": str(folder / TAG), "output_folder": str(converted / TAG)}
-        convert(Namespace(**where, **options, inject_missing_state=False))
-    dist.barrier()
-    try:
-        yield converted
-    finally:
-        if converts:
-            shutil.rmtree(converted, ignore_errors=True)
-
-
 def write_weights(engine: Zero3Engine, storage: Storage | None, max_file_bytes: int = MAX_FILE_BYTES) -> str:
     """Write them from the rank that is given the `storage`, and return `weights_sha256`. Collective.
 
@@ -349,7 +321,7 @@ def write_weights(engine: Zero3Engine, storage: Storage | None, max_file_bytes: 
     return total.hexdigest()
 
 
-# ------------------------------------------------------------ files and reports of others, as data
+# ------------------------------------------------------------ files of others, as data
 
 
 @contextmanager
@@ -402,14 +374,3 @@ def check_names(folder: Path, names: Set[str], rank: int | None = None) -> None:
             reason = "" if is_right else f"names {str(odd[:1])[:200]}, which the model does not have"
         if reason:
             raise CheckpointDamaged(f"{path} {reason}, and was not loaded", path=str(path))
-
-
-def gathered(value: Any, device: torch.device) -> list[Any]:
-    """The report of each rank, by rank, through JSON. Collective over the default group. Raises ValueError."""
-    text = json.dumps(value).encode()
-    if len(text) > REPORT_BYTES:
-        raise ValueError(f"a rank reports {len(text)} bytes: there is room for {REPORT_BYTES}")
-    own = torch.tensor(list(text.ljust(REPORT_BYTES)), dtype=torch.uint8, device=device)
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, own)
-    return [plain_json(bytes(row.tolist()), REPORT_BYTES) for row in rows]

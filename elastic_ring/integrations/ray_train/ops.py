@@ -50,21 +50,18 @@ def extensions_folder() -> Path:
 
 def check_locks(folder: Path) -> None:
     """Raises ValueError for a build's lock that no process of this host holds any more."""
-    for lock in sorted(folder.glob(f"*/{LOCK}")):
-        if not any(str(lock) in _open_files(process) for process in psutil.process_iter()):
+    if not (locks := sorted(folder.glob(f"*/{LOCK}"))):
+        return
+    # torch's builder has its lock open as long as it builds; files of other users' processes cannot be seen.
+    processes = [process.info["open_files"] or () for process in psutil.process_iter(["open_files"])]
+    held = {file.path for files in processes for file in files}
+    for lock in locks:
+        if str(lock) not in held:
             age_s = max(0.0, time.time() - lock.stat().st_mtime)
             raise ValueError(
                 f"{lock}: left {age_s:.0f} s ago by a build of DeepSpeed's operator {lock.parent.name} that was "
                 f"killed, and every later run would wait for it without end: remove the folder {lock.parent}"
             )
-
-
-def _open_files(process: psutil.Process) -> list[str]:
-    """The files that a process has open; torch's builder has its lock open as long as it builds."""
-    try:
-        return [file.path for file in process.open_files()]
-    except psutil.Error:  # it ended meanwhile, or belongs to somebody else
-        return []
 
 
 def load_async_io(folder: Path) -> None:

@@ -36,11 +36,10 @@ TERM = 1
 
 
 class Attempt(TypedDict):
-    """A worker group: where it begins, and why. `workers`: rank, PID and host of each."""
+    """A worker group: where it begins, and why."""
 
     step: int
     mesh: dict[str, int]
-    workers: list[dict[str, int | str]]
     reason: str
     resumed_from: str
 
@@ -61,6 +60,11 @@ class Records:
         self._pending: tuple[Recovery, float, float] | None = None  # with the times of its begin and of the last step
         self._error: ElasticRingError | None = None
         self._begun = False  # a worker group of this submission
+        self._workers: dict[int, dict[str, int | str]] = {}  # of the worker group that is about to begin
+
+    def join(self, rank: int, pid: int, host: str) -> None:
+        """A worker of the next group is ready."""
+        self._workers[rank] = {"rank": rank, "pid": pid, "host": host}
 
     def begin(self, attempt: Attempt) -> int:
         """A worker group is about to compute its first step; returns its generation."""
@@ -86,8 +90,10 @@ class Records:
                 exact=False,
             )
             self._pending = recovery, now, last_s
-        self._note("attempt", generation=generation, **attempt)
         mesh = attempt["mesh"]
+        workers = [self._workers[rank] for rank in range(mesh["dp"] * mesh["cp"])]
+        self._workers.clear()  # of a larger group that never began
+        self._note("attempt", generation=generation, workers=workers, **attempt)
         log.info("generation %d: dp=%d x cp=%d from step %d", generation, mesh["dp"], mesh["cp"], step)
         self._noticed, self._begun = None, True
         return generation

@@ -243,12 +243,25 @@ class Zero3Trainer:
             vocab_size=self.vocab_size if self.dataset is not None else None,
             end_of_document=self.end_of_document or 0,
         )
+        env = dict(self.run_config.worker_runtime_env or {})
+        env["env_vars"] = {
+            "DS_ACCELERATOR": self.device,
+            ops.FOLDER: str(ops.extensions_folder()),
+            **(GPU_ENVIRONMENT if self.device == "cuda" else {}),
+            **env.get("env_vars", {}),
+        }
         trainer = TorchTrainer(
             train_worker,
             train_loop_config={"job": job},
             scaling_config=self.scaling_config,
             torch_config=TorchConfig(backend="gloo" if self.device == "cpu" else None),
-            run_config=self._ray_run_config(records),
+            run_config=replace(
+                self.run_config,
+                name=self._run.name,
+                storage_path=self._run.storage_path,
+                callbacks=[*(self.run_config.callbacks or []), _NoteFailures(records)],
+                worker_runtime_env=env,
+            ),
             datasets=None if self.dataset is None else {DATASET: self.dataset},
         )
         try:
@@ -260,26 +273,6 @@ class Zero3Trainer:
             raise RunFailed(failure.message, **failure.facts) if isinstance(failure, ModelRefused) else failure
         log.info("Ray Train's folder is %s", result.path)
         return self._result(summary_of(self._run.driver_folder, self._identity.digest))
-
-    def _ray_run_config(self, records: Any) -> ray.train.RunConfig:
-        own = self.run_config
-        env = dict(own.worker_runtime_env or {})
-        env["env_vars"] = {
-            "DS_ACCELERATOR": self.device,
-            ops.FOLDER: str(ops.extensions_folder()),
-            **(GPU_ENVIRONMENT if self.device == "cuda" else {}),
-            **env.get("env_vars", {}),
-        }
-        return ray.train.RunConfig(
-            name=self._run.name,
-            storage_path=self._run.storage_path,
-            storage_filesystem=own.storage_filesystem,
-            failure_config=own.failure_config,
-            checkpoint_config=own.checkpoint_config,
-            callbacks=[*(own.callbacks or []), _NoteFailures(records)],
-            worker_runtime_env=env,
-            logging_config=own.logging_config,
-        )
 
     def _result(self, summary: dict[str, Any]) -> Result:
         uri = self._run.storage_uri if self._run.is_remote else ""

@@ -32,7 +32,7 @@ from elastic_ring.data.source import hold_out, open_source, order_of
 from elastic_ring.errors import CheckpointDamaged, LossSpike, RunFailed, TooManySkipped
 from elastic_ring.files import plain_json, private_folder, read_small
 from elastic_ring.integrations.ray_train import ops
-from elastic_ring.integrations.ray_train.engine import Zero3Engine, gathered, largest_parameter, write_weights
+from elastic_ring.integrations.ray_train.engine import Zero3Engine, write_weights
 from elastic_ring.integrations.ray_train.rings import DatasetFeed, Feed, OrderedFeed, Rings
 from elastic_ring.integrations.ray_train.run_records import TERM, Attempt
 from elastic_ring.integrations.ray_train.settings import Zero3Config, deepspeed_config, mesh_of
@@ -44,6 +44,7 @@ from elastic_ring.train.passes import sequence_seed
 from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.vote import Outcome, Tally, raise_for_skips, remark_on, watch_of
+from elastic_ring.train.wrap import meta_model
 from elastic_ring.validation import NonNegativeInt, PositiveInt, from_plain, settings
 
 log = logging.getLogger(__name__)
@@ -76,14 +77,6 @@ class SavedState:
     step: NonNegativeInt
     num_workers: PositiveInt
     skipped_in_a_row: NonNegativeInt = 0  # older versions did not count them
-
-
-def read_state(path: Path) -> SavedState:
-    """Raises CheckpointDamaged."""
-    try:
-        return from_plain(SavedState, plain_json(read_small(path)))
-    except (ValueError, OSError) as error:
-        raise CheckpointDamaged(f"{path} does not say what the checkpoint is: {error}", path=str(path)) from error
 
 
 def train_worker(config: Mapping[str, Job]) -> None:
@@ -137,7 +130,12 @@ class Zero3Worker:
                 self.rings.check(self.engine, self.feed.source)
         else:
             with checkpoint.as_directory() as folder:
-                begun_s, state = time.monotonic(), read_state(Path(folder, STATE))
+                begun_s, path = time.monotonic(), Path(folder, STATE)
+                try:
+                    state = from_plain(SavedState, plain_json(read_small(path)))
+                except (ValueError, OSError) as error:
+                    reason = f"{path} does not say what the checkpoint is: {error}"
+                    raise CheckpointDamaged(reason, path=str(path)) from error
                 self.engine = self._make_engine(universal=state.num_workers != self.size, fill=False)
                 self.engine.load(Path(folder), state.num_workers)
             self.step, self.skipped_in_a_row = state.step, state.skipped_in_a_row
@@ -152,7 +150,19 @@ class Zero3Worker:
 
     def steps(self) -> Iterator[int]:
         """The steps that are left. Reports a checkpoint after each that is due, and after the last."""
-        self._generation = self._begin()
+        ray.get(self.job.records.join.remote(self.rank, os.getpid(), socket.gethostname()))
+        dist.barrier()
+        generation = torch.zeros((), dtype=torch.int64, device=self.device)
+        if self.rank == 0:
+            attempt = Attempt(
+                step=self.step,
+                mesh={"dp": self.mesh.dp, "cp": self.mesh.cp},
+                reason=self._reason,
+                resumed_from=self._resumed_from,
+            )
+            generation.fill_(ray.get(self.job.records.begin.remote(attempt)))
+        dist.broadcast(generation, 0)
+        self._generation = int(generation)
         for step in range(self.step, self.task.step.steps):
             yield step
             assert self.step == step + 1, f"the loop must train step {step} once"
@@ -266,19 +276,7 @@ class Zero3Worker:
             self.mesh,
             swap_folder=self.swap_folder,
             universal=universal,
-            largest_elements=largest_parameter(self.task),
+            largest_elements=max(param.numel() for param in meta_model(self.task).parameters()),
             pin_memory=self.device.type == "cuda",
         )
         return Zero3Engine(self.task, config, fill=fill)
-
-    def _begin(self) -> int:
-        """Tell the records that this group begins; its generation."""
-        facts = gathered({"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname()}, self.device)
-        generation = 0
-        if self.rank == 0:
-            mesh = {"dp": self.mesh.dp, "cp": self.mesh.cp}
-            attempt = Attempt(
-                step=self.step, mesh=mesh, workers=facts, reason=self._reason, resumed_from=self._resumed_from
-            )
-            generation = ray.get(self.job.records.begin.remote(attempt))
-        return int(gathered(generation, self.device)[0])

@@ -22,7 +22,7 @@ from elastic_ring.cli.settings import parse
 from elastic_ring.cli.train import build
 from elastic_ring.data.source import open_source
 from elastic_ring.integrations.ray_train import Zero3Config, ops
-from elastic_ring.integrations.ray_train.engine import Zero3Engine, largest_parameter
+from elastic_ring.integrations.ray_train.engine import Zero3Engine
 from elastic_ring.integrations.ray_train.rings import DatasetRows, Rings
 from elastic_ring.integrations.ray_train.settings import deepspeed_config
 from elastic_ring.mesh import Mesh
@@ -36,7 +36,7 @@ SIZES = ["--model.num-layers=2", "--model.width=36", "--model.num-heads=2", "--m
 
 def made(task, mesh, zero=Zero3Config()):
     config = deepspeed_config(zero, task.step, task.optim, mesh, swap_folder=Path("unused"), universal=False,
-                              largest_elements=largest_parameter(task), pin_memory=False)
+                              largest_elements=1, pin_memory=False)
     return Zero3Engine(task, config, fill=True)
 """
 MASTERS = """
@@ -106,13 +106,12 @@ LOADS = """
 import os
 import shutil
 from elastic_ring.errors import CheckpointDamaged
-from elastic_ring.integrations.ray_train.engine import check_names, data_only, gathered
+from elastic_ring.integrations.ray_train.engine import check_names, data_only
 
 class Planted:
     def __reduce__(self):
         return os.mkdir, ("ran",)
 
-assert gathered({"rank": dist.get_rank()}, torch.device("cpu")) == [{"rank": 0}, {"rank": 1}]
 for dtype in ("float32", "bfloat16"):
     task = build(parse([*SIZES, f"--step.param-dtype={dtype}"])).task
     rings = Rings(task, Mesh(1, 2), torch.device("cpu"))

@@ -15,18 +15,24 @@ def line(step: int, loss: float = 1.0, generation: int = 1) -> StepMetrics:
 
 
 def attempt(step: int, resumed_from: str = "") -> Attempt:
-    return {"step": step, "mesh": {"dp": 1, "cp": 2}, "workers": [], "reason": "test", "resumed_from": resumed_from}
+    return {"step": step, "mesh": {"dp": 1, "cp": 2}, "reason": "test", "resumed_from": resumed_from}
+
+
+def begin(records: Records, step: int, resumed_from: str = "") -> int:
+    for rank in (1, 0):
+        records.join(rank, 100 + rank, "host")
+    return records.begin(attempt(step, resumed_from))
 
 
 def test_steps_after_the_checkpoint_are_undone_and_a_loss_is_one_recovery(tmp_path: Path) -> None:
     records = Records(tmp_path)
-    assert records.begin(attempt(0)) == 1
+    assert begin(records, 0) == 1
     for step in range(4):
         records.step(line(step))
     records.checkpoint(2, "there/checkpoint-2")
     records.failed("rank 1: it died")
     records.failed("rank 0: told twice")
-    assert records.begin(attempt(2, "there/checkpoint-2")) == 2
+    assert begin(records, 2, "there/checkpoint-2") == 2
     for step in range(2, 5):
         records.step(line(step, loss=0.5 if step == 3 else 1.0, generation=2))
     summary = records.finish("digest", peak_gpu_bytes=7)
@@ -45,12 +51,12 @@ def test_steps_after_the_checkpoint_are_undone_and_a_loss_is_one_recovery(tmp_pa
 
 def test_a_submission_that_goes_on_is_no_recovery(tmp_path: Path) -> None:
     first = Records(tmp_path)
-    first.begin(attempt(0))
+    begin(first, 0)
     for step in range(2):
         first.step(line(step))
     first.finish("first")
     second = Records(tmp_path)
-    assert second.begin(attempt(2, "there/checkpoint-2")) == 2
+    assert begin(second, 2, "there/checkpoint-2") == 2
     second.step(line(2, generation=2))
     summary = second.finish("second")
     assert (summary["steps"], summary["recoveries"], summary["weights_sha256"]) == (3, [], "second")
