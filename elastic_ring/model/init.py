@@ -29,6 +29,11 @@ _BIASES = re.compile(r"bias$|(^|\.|_)(b|beta)$")
 _RESIDUAL = re.compile(r"(^|\.)(output|down|wo|w2|o_proj|out_proj|down_proj|c_proj)\.weight$|\.experts\.down$")
 
 
+def seed_of(key: str) -> int:
+    """A generator's seed, as different keys have different ones."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
+
+
 @dataclass(frozen=True)
 class Initialiser:
     """Biases 0, one-dimensional weights (norms) 1, all others normal(0, 0.02).
@@ -90,8 +95,7 @@ class Initialiser:
         return out
 
     def _generator(self, name: str, shape: tuple[int, ...], block: int) -> torch.Generator:
-        digest = hashlib.sha256(f"{self.seed} {name} {shape} {block}".encode()).digest()
-        return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        return torch.Generator(device="cpu").manual_seed(seed_of(f"{self.seed} {name} {shape} {block}"))
 
 
 def initialise_module(module: nn.Module, initialiser: Initialiser) -> None:

@@ -12,9 +12,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from elastic_ring.config import StepConfig
-from elastic_ring.data.manifest import Manifest
-from elastic_ring.data.tokenizer import FAST, folder_digest
-from elastic_ring.files import check_model_links, plain_json, read_small, shown_url
+from elastic_ring.data.tokenizer import FAST
+from elastic_ring.files import check_model_links, plain_json, read_small
 from elastic_ring.integrations.transformers.module import TracedRing, class_of
 from elastic_ring.model.config import KNOWN_TYPES
 
@@ -31,20 +30,24 @@ ABSOLUTE = {
 NO_RESTART = "positions do not restart at packed documents"
 
 
-def read_config(folder: Path) -> dict[str, object]:
+def read_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json. Raises ValueError."""
     check_model_links(folder)
-    path = folder / "config.json"
-    try:
-        config = plain_json(read_small(path))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model folder {str(folder)!r}: its config.json cannot be read ({error}); give a folder as save_pretrained "
-            "writes it"
-        ) from error
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise ValueError(f"{path} has no model_type: give the config of a transformers model")
+    config = read_object(folder / "config.json", "give a model folder as save_pretrained writes it")
+    if "model_type" not in config:
+        raise ValueError(f"{folder / 'config.json'} has no model_type: give the config of a transformers model")
     return config
+
+
+def read_object(path: Path, way_out: str) -> dict[str, Any]:
+    """The object in a file of JSON. Raises ValueError with the way out."""
+    try:
+        content = plain_json(read_small(path))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); {way_out}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: is no object; {way_out}")
+    return content
 
 
 def config_of(plain: Mapping[str, object]) -> Any:
@@ -76,16 +79,6 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
             f"{path}: token {largest} ({token!r}) is outside the model's vocabulary of {vocab_size}: enlarge the "
             "embeddings of the saved model (resize_token_embeddings), or give the tokenizer that belongs to it"
         )
-
-
-def check_same_tokenizer(folder: Path, uri: str, manifest: Manifest) -> None:
-    """Raises ValueError where a corpus was prepared with another tokenizer than the one beside the model."""
-    if not (folder / FAST).exists() or folder_digest(folder, manifest.end_of_document) == manifest.tokenizer_sha256:
-        return
-    raise ValueError(
-        f"{shown_url(uri)} was prepared with another tokenizer than that in {str(folder)!r}, so its tokens mean "
-        f"something else to the model: prepare it with --tokenizer {folder}, or name a folder without {FAST}"
-    )
 
 
 def check_config(config: Any) -> None:

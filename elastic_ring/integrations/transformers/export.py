@@ -21,8 +21,8 @@ from torch import Tensor
 
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE
 from elastic_ring.data.tokenizer import BYTES
-from elastic_ring.files import check_model_links, plain_json, read_small
-from elastic_ring.integrations.transformers.checks import check_tokenizer, config_of
+from elastic_ring.files import check_model_links
+from elastic_ring.integrations.transformers.checks import check_tokenizer, config_of, read_object
 from elastic_ring.integrations.transformers.export_config import (
     NOTE,
     byte_tokenizer,
@@ -36,7 +36,6 @@ from elastic_ring.integrations.transformers.lora import (
     MergedWeights,
     TrainedAdapters,
     Weights,
-    check_config_of_base,
     write_adapters,
 )
 from elastic_ring.integrations.transformers.model import CONFIG_FILE
@@ -111,10 +110,14 @@ def export(
     if merge and trained.adapters is None:
         raise ValueError(f"merge=True: run {where!r} has no adapters; leave it out")
     if trained.adapters is not None and not merge:
-        if not allow_dense:
-            check_config_of_base(trained.adapters, {key: value for key, value in plain.items() if key != NOTE})
+        own, needed = ({**config, "architectures": None, NOTE: None} for config in (trained.adapters.config, plain))
+        if needed != own and not allow_dense:
+            raise ValueError(
+                "the run trained with other windows than its base has, and a folder of adapters has no config to say "
+                "so: give --merge (merge=True), or --allow-dense (allow_dense=True) to export the adapters all the same"
+            )
         num_tensors, num_bytes = write_adapters(weights, trained.adapters, out, getattr(torch, dtype))
-        (out / ADAPTERS).chmod(0o666 & ~_umask(out))
+        shutil.copymode(out / "adapter_config.json", out / ADAPTERS)  # safetensors' files are their owner's alone
         _write_tokenizer(tokenizer, out, trained, was_asked=tokenizer != trained.tokenizer)
         if lost:
             log.warning("%s", lost)
@@ -160,8 +163,8 @@ class _Trained:
     def read(cls, folder: Path) -> _Trained:
         """Raises ValueError for a run whose model is neither the built-in decoder nor one of transformers,
         RecordDamaged."""
-        recorded = _json(folder / CONFIG_NAME, "give a run's folder")
-        own = _json(folder / CONFIG_FILE, "export needs it") if (folder / CONFIG_FILE).exists() else None
+        recorded = read_object(folder / CONFIG_NAME, "give a run's folder")
+        own = read_object(folder / CONFIG_FILE, "export needs it") if (folder / CONFIG_FILE).exists() else None
         with as_written(str(folder / (CONFIG_NAME if own is None else CONFIG_FILE))):
             step = recorded["step"]
             pattern = str(recorded.get("pattern") or "")
@@ -185,12 +188,10 @@ def _joined_slices(
     weights: Weights, exported_name: Callable[[str], str]
 ) -> tuple[dict[str, list[str]], dict[str, tuple[int, ...]]]:
     """(names in the run by exported name, in the order of their slices; shapes by exported name)."""
-
-    def by_slice(name: str) -> list[tuple[int, str]]:
-        return [(int(word) if word.isdecimal() else -1, word) for word in name.split(".")]
+    from transformers.core_model_loading import dot_natural_key
 
     slices, shapes = dict[str, list[str]](), dict[str, tuple[int, ...]]()
-    for own in sorted(weights.places, key=by_slice):
+    for own in sorted(weights.places, key=dot_natural_key):
         slices.setdefault(exported_name(own), []).append(own)
     for name, parts in slices.items():
         shape = list(weights.shapes[parts[0]])
@@ -203,16 +204,6 @@ def _joined_slices(
 def _sliced_dim(name: str) -> int:
     """Along which the built-in decoder slices the parameter of this exported name."""
     return int(name.endswith("down_proj.weight"))
-
-
-def _json(path: Path, way_out: str) -> Any:
-    try:
-        content = plain_json(read_small(path))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); {way_out}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: is no object; {way_out}")
-    return content
 
 
 def _empty(model: Any, stored: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -257,8 +248,10 @@ def _write_weights(
             in_file = plan.filename_to_tensors[file_name]
             if all(each in held for each in in_file):
                 partial = out / f".{file_name}.{os.getpid()}"
+                partial.touch()
+                mode = partial.stat().st_mode  # by the umask: safetensors writes files that only their owner can read
                 save_file({each: held.pop(each) for each in in_file}, partial, metadata={"format": "pt"})
-                partial.chmod(0o666 & ~_umask(out))
+                partial.chmod(mode)
                 os.replace(partial, out / file_name)
     assert not held, sorted(held)
     if plan.is_sharded:
@@ -274,15 +267,6 @@ def _pieces(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
 
     stored: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
     return stored
-
-
-def _umask(folder: Path) -> int:
-    """This process's umask, read off a new file: safetensors writes files that only their owner can read."""
-    probe = folder / f".mode.{os.getpid()}"
-    probe.touch()
-    mode = probe.stat().st_mode & 0o666
-    probe.unlink()
-    return 0o666 ^ mode
 
 
 def _check_tokenizer(where: str, vocab_size: int) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +156,9 @@ def byte_tokenizer(context_tokens: int) -> Any:
     """One token a byte, and one for the end of a document, as a `PreTrainedTokenizerFast`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    # The character that stands for each byte in byte-level tokenizers: itself where it can be seen (GPT-2's table).
-    seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    unseen = [byte for byte in range(256) if byte not in seen]
-    signs = {chr(byte if byte in seen else 256 + unseen.index(byte)): byte for byte in range(256)}
-    tokenizer = Tokenizer(models.BPE(signs, []))
+    tokenizer = Tokenizer(models.BPE({sign: byte for byte, sign in sorted(bytes_to_unicode().items())}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END])
@@ -259,31 +256,29 @@ def _config(
     """The config whose layers have these windows; None where transformers has none."""
     if list(windows) == list(own):
         return plain
-    shapes = _shapes(plain)
-    beyond = max(context_tokens, int(plain.get("max_position_embeddings") or 0))
-    for candidate in _candidates(plain, windows, beyond):
-        in_candidate = [_noticed(window, beyond) for window in _windows(candidate)]
-        if in_candidate == list(windows) and _shapes(candidate) == shapes:
-            return candidate
-    return None
-
-
-def _candidates(plain: dict[str, Any], windows: Sequence[int | None], beyond: int) -> Iterator[dict[str, Any]]:
     from transformers import CONFIG_MAPPING
 
+    shapes, own_type = _shapes(plain), plain["model_type"]
+    beyond = max(context_tokens, int(plain.get("max_position_embeddings") or 0))
     sizes = [window for window in windows if window is not None]
-    for kind in (plain["model_type"], *SAME_MODEL.get(plain["model_type"], ())):
+    for kind in (own_type, *SAME_MODEL.get(own_type, ())):
         candidate = {**plain, "model_type": kind}
         if kind not in CONFIG_MAPPING:
             continue
         if kind in IN_ALL and (not sizes or None not in windows):
-            yield {**candidate, "sliding_window": sizes[0] if sizes else None}
+            candidate["sliding_window"] = sizes[0] if sizes else None
         elif kind in BY_LAYER:
-            types = ["full_attention" if window is None else "sliding_attention" for window in windows]
-            size = sizes[0] if sizes else plain.get("sliding_window")
-            yield {**candidate, "layer_types": types, "sliding_window": size, "use_sliding_window": bool(sizes)}
+            candidate["layer_types"] = ["full_attention" if each is None else "sliding_attention" for each in windows]
+            candidate["sliding_window"] = sizes[0] if sizes else plain.get("sliding_window")
+            candidate["use_sliding_window"] = bool(sizes)
         elif "layer_types" in plain and "sliding_window" in plain:  # which layers have one must stay
-            yield {**candidate, "sliding_window": sizes[0] if sizes else beyond}
+            candidate["sliding_window"] = sizes[0] if sizes else beyond
+        else:
+            continue
+        in_candidate = [_noticed(window, beyond) for window in _windows(candidate)]
+        if in_candidate == list(windows) and _shapes(candidate) == shapes:
+            return candidate
+    return None
 
 
 def _windows(plain: Mapping[str, Any]) -> list[int | None]:

@@ -22,6 +22,7 @@ from elastic_ring.files import few
 from elastic_ring.integrations.transformers.checks import config_of
 from elastic_ring.integrations.transformers.module import build
 from elastic_ring.integrations.transformers.weights import FolderWeights, stored_names
+from elastic_ring.model.init import seed_of
 
 ALL = "all-linear"
 ADAPTER = "default"
@@ -164,10 +165,9 @@ class AdapterValues:
         layer = self._empty.get_submodule(of_layer)
         owner = layer.get_submodule(f"lora_{leaf.rpartition('.')[0]}")
         on_meta, owner.weight = owner.weight, nn.Parameter(torch.full(tuple(shape), torch.nan, device="cpu"))
-        digest = hashlib.sha256(f"{self.seed} {name} {tuple(shape)}".encode()).digest()
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+                torch.manual_seed(seed_of(f"{self.seed} {name} {tuple(shape)}"))
                 layer.reset_lora_parameters(ADAPTER, True)
             drawn: Tensor = owner.weight.detach()
         finally:
@@ -230,17 +230,6 @@ class TrainedAdapters:
         return empty(self.config, self.lora)
 
 
-def check_config_of_base(trained: TrainedAdapters, exported: Mapping[str, object]) -> None:
-    """Raises ValueError where the model that was trained needs another config than its base has: a folder of peft has
-    none."""
-    own, needed = ({**config, "architectures": None} for config in (trained.config, exported))
-    if needed != own:
-        raise ValueError(
-            "the run trained with other windows than its base has, and a folder of adapters has no config to say so: "
-            "give --merge (merge=True), or --allow-dense (allow_dense=True) to export the adapters all the same"
-        )
-
-
 def write_adapters(weights: Weights, trained: TrainedAdapters, out: Path, dtype: torch.dtype) -> tuple[int, int]:
     """Write the folder that `peft.PeftModel.from_pretrained` loads; returns (tensors, bytes).
 
@@ -288,18 +277,15 @@ class MergedWeights:
         _check_names(adapters, model)
         with torch.device("meta"):
             plain = build(config_of(dict(trained.config)))
-        BaseWeights(FolderWeights(trained.folder, {}, trained.digest, {}, {})).check()
+        BaseWeights(FolderWeights(trained.folder, trained.digest)).check()
         base = FolderWeights.open(Path(trained.folder))
         assert base is not None
         return cls(adapters, base.fitted(plain, stored_names(plain, base.files)), model)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {
-            base_name(name): tuple(param.shape)
-            for name, param in self.model.named_parameters()
-            if not param.requires_grad
-        }
+        frozen = [(name, param) for name, param in self.model.named_parameters() if not param.requires_grad]
+        return {base_name(name): tuple(param.shape) for name, param in frozen}
 
     @property
     def places(self) -> Mapping[str, Any]:

@@ -20,11 +20,11 @@ from elastic_ring.attention.patterns.rules import Dense, Rule, Window
 from elastic_ring.config import StepConfig
 from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.source import PreparedTokens
-from elastic_ring.files import few
+from elastic_ring.data.tokenizer import FAST, folder_digest
+from elastic_ring.files import few, shown_url
 from elastic_ring.integrations.transformers.checks import (
     check_config,
     check_module,
-    check_same_tokenizer,
     check_step,
     check_tokenizer,
     config_of,
@@ -56,7 +56,7 @@ from elastic_ring.model.config import (
     model_flops,
     num_parameters,
 )
-from elastic_ring.model.init import Initialiser
+from elastic_ring.model.init import Initialiser, seed_of
 from elastic_ring.train.task import Initial, ModelParts
 
 log = logging.getLogger(__name__)
@@ -148,8 +148,16 @@ class RingModel:
 
     def check_data(self, data: Any) -> None:
         """Raises ValueError for a corpus that was prepared with another tokenizer than the one beside the model."""
-        if self.folder and isinstance(data, PreparedTokens):
-            check_same_tokenizer(Path(self.folder), data.uri, read_manifest(data.uri))
+        folder = Path(self.folder)
+        if not self.folder or not (folder / FAST).exists() or not isinstance(data, PreparedTokens):
+            return
+        manifest = read_manifest(data.uri)
+        if folder_digest(folder, manifest.end_of_document) != manifest.tokenizer_sha256:
+            raise ValueError(
+                f"{shown_url(data.uri)} was prepared with another tokenizer than that in {self.folder!r}, so its "
+                f"tokens mean something else to the model: prepare it with --tokenizer {folder}, or name a folder "
+                f"without {FAST}"
+            )
 
     @property
     def config(self) -> Any:
@@ -265,7 +273,7 @@ def ring_model(
         ring,
         layer_windows=layer_windows,
         experts=expert_sizes(model, ring.config),
-        num_parameters=_count(model),
+        num_parameters=model.num_parameters(),
         latent=latent_of(model),
     )
     if adapters is not None:
@@ -294,13 +302,9 @@ def _with_weights(ring: RingModel, folder: Path, model: Any, adapters: Lora | No
         weights=fitted,
         buffers=tuple(buffers.items()),
         lora=adapters,
-        num_adapter_parameters=_count(model) - ring.num_parameters,
+        num_adapter_parameters=model.num_parameters() - ring.num_parameters,
         latent=latent_of(model),
     )
-
-
-def _count(model: nn.Module) -> int:
-    return sum(param.numel() for param in model.parameters())
 
 
 @dataclass(frozen=True)
@@ -336,18 +340,17 @@ class FirstValues:
         owner = self._empty.get_submodule(owner_name)
         kept, on_meta = dict(owner._parameters), owner._parameters[leaf]
         assert on_meta is not None
-        which = "" if expert is None else f" {expert}"
-        digest = hashlib.sha256(f"{self.seed} {name} {shape}{which}".encode()).digest()
+        key = f"{self.seed} {name} {shape}{'' if expert is None else f' {expert}'}"
         owner._parameters[leaf] = nn.Parameter(torch.full(shape, torch.nan, device="cpu"))
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+                torch.manual_seed(seed_of(key))
                 self._empty._init_weights(owner)
             value: Tensor = owner._parameters[leaf].detach()
         finally:
             owner._parameters.update(kept)
         if torch.isnan(value).any():  # transformers has no rule for it, and leaves it to the constructor
-            seed = self.seed if expert is None else int.from_bytes(digest[:7], "little")
+            seed = self.seed if expert is None else seed_of(key) & ((1 << 56) - 1)
             return Initialiser(seed, int(self._empty.config.num_hidden_layers)).tensor(name, shape)
         return value
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +33,31 @@ Pieces = tuple[tuple[str, ...], ...]
 class FolderWeights:
     """First values from a folder, by parameter name, as the trainer's `initial`.
 
-    `files` maps a stored name to its file. `aliases` maps a parameter's name to the name it is stored under, where that
-    is another, `pieces` to those of its rows where it is stored in parts. `digest` covers headers, sizes and samples
-    of the files' bytes.
+    `files` and `shapes` have those of each stored name. `aliases` maps a parameter's name to the name it is stored
+    under, where that is another, `pieces` to those of its rows where it is stored in parts. `digest` covers headers,
+    sizes and samples of the files' bytes.
     """
 
     folder: str
-    files: Mapping[str, str]
     digest: str
-    aliases: Mapping[str, str]
-    pieces: Mapping[str, Pieces]
+    files: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    pieces: Mapping[str, Pieces] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path) -> FolderWeights | None:
         """Reads the index and the headers; None for a folder without weights. Raises ValueError for one whose weights
         are in another format, or cannot be read."""
-        names = _file_names(folder)
+        names, index = [SINGLE] if (folder / SINGLE).exists() else [], folder / INDEX
+        if index.exists():
+            try:
+                content: Any = plain_json(read_small(index))
+                names = sorted({name_below(name) for name in content["weight_map"].values()})
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise ValueError(f"{index}: cannot be read as an index of weights ({reason})") from error
+            check_links(folder, [folder / name for name in names])
         if not names:
             unread = [path.name for ending in ("*.bin", "*.pt") for path in sorted(folder.glob(ending))]
             if unread:
@@ -57,12 +66,13 @@ class FolderWeights:
                     "it with transformers once and save it with save_pretrained"
                 )
             return None
-        total, files = hashlib.sha256(), dict[str, str]()
+        total, files, shapes = hashlib.sha256(), dict[str, str](), dict[str, tuple[int, ...]]()
         for name in names:
             path = folder / name
             try:
                 with safe_open(path, framework="pt") as file:
                     files |= dict.fromkeys(file.keys(), name)
+                    shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"{path}: cannot be read as safetensors ({error})") from error
             size, parts = path.stat().st_size, list[bytes]()
@@ -71,7 +81,7 @@ class FolderWeights:
                     stream.seek(start)
                     parts.append(stream.read(SAMPLE_BYTES))
             total.update(f"{name} {size} ".encode() + hashlib.sha256(b"".join(parts)).digest())
-        return cls(str(folder), files, total.hexdigest()[:16], {}, {})
+        return cls(str(folder), total.hexdigest()[:16], files, shapes)
 
     def tensor(self, name: str, shape: Sequence[int], rows: tuple[int, int] | None = None) -> Tensor:
         """The fp32 value of a parameter, or its rows [start, stop). Raises ValueError where shape or file differ."""
@@ -130,8 +140,19 @@ class FolderWeights:
             elif name in parameters:
                 missing.append(name)
         unknown = sorted(key for key in self.files.keys() - used if not NO_PARAMETER.search(key))
-        fitted = replace(self, aliases=aliases, pieces=pieces)
-        reshaped = fitted._other_shapes({name: tuple(param.shape) for name, param in model.named_parameters()}, missing)
+        reshaped = []
+        for name, param in model.named_parameters():
+            shape, rows = tuple(param.shape), pieces.get(name)
+            if rows is None and name not in missing and (own := self.shapes[aliases.get(name, name)]) != shape:
+                reshaped.append(f"{name} {own} instead of {shape}")
+            elif rows is not None and len(rows) != shape[0]:
+                reshaped.append(f"{name}: has {len(rows)} rows instead of {shape[0]}")
+            for names in rows or ():
+                parts = [self.shapes[key] for key in names]
+                joined = (sum(part[0] for part in parts), *parts[0][1:])
+                if joined != shape[1:] or len({part[1:] for part in parts}) != 1:
+                    reshaped.append(f"{name}: {names[0]} {joined} instead of {shape[1:]}")
+                    break
         failures = [
             f"{len(names)} {fault}: {few(names, NUM_NAMED)}"
             for fault, names in (
@@ -146,37 +167,7 @@ class FolderWeights:
                 f"the weights in {self.folder!r} do not fit a {type(model).__name__}: {'; '.join(failures)}. Give the "
                 "folder that belongs to this config, or weights=False to begin with drawn values"
             )
-        return fitted
-
-    def _other_shapes(self, shapes: Mapping[str, tuple[int, ...]], missing: Sequence[str]) -> list[str]:
-        by_file: dict[str, list[str]] = {}
-        for name in shapes:
-            if name not in missing and name not in self.pieces:
-                by_file.setdefault(self.files[self.aliases.get(name, name)], []).append(name)
-        differences = [f"{name}: {odd}" for name in self.pieces if (odd := self._odd_pieces(name, shapes[name]))]
-        for file_name, names in by_file.items():
-            with safe_open(Path(self.folder, file_name), framework="pt") as file:
-                for name in names:
-                    stored = tuple(file.get_slice(self.aliases.get(name, name)).get_shape())
-                    if stored != shapes[name]:
-                        differences.append(f"{name} {stored} instead of {shapes[name]}")
-        return differences
-
-    def _odd_pieces(self, name: str, shape: tuple[int, ...]) -> str:
-        """Which parts of a parameter do not make it up; empty where they do."""
-        rows = self.pieces[name]
-        if len(rows) != shape[0]:
-            return f"has {len(rows)} rows instead of {shape[0]}"
-        shapes: dict[str, tuple[int, ...]] = {}
-        for file_name in sorted({self.files[stored] for names in rows for stored in names}):
-            with safe_open(Path(self.folder, file_name), framework="pt") as file:
-                here = (stored for names in rows for stored in names if self.files[stored] == file_name)
-                shapes |= {stored: tuple(file.get_slice(stored).get_shape()) for stored in here}
-        for names in rows:
-            joined = (sum(shapes[stored][0] for stored in names), *shapes[names[0]][1:])
-            if joined != shape[1:] or len({shapes[stored][1:] for stored in names}) != 1:
-                return f"{names[0]} {joined} instead of {shape[1:]}"
-        return ""
+        return replace(self, aliases=aliases, pieces=pieces)
 
     def buffers(self, model: nn.Module) -> dict[str, Tensor]:
         """The buffers of `model` that are stored here, whole: experts' correction biases and the like."""
@@ -188,20 +179,6 @@ class FolderWeights:
 
     def __repr__(self) -> str:
         return f"FolderWeights({self.digest})"
-
-
-def _file_names(folder: Path) -> list[str]:
-    """The names of the safetensors files; none where there are none."""
-    index = folder / INDEX
-    if not index.exists():
-        return [SINGLE] if (folder / SINGLE).exists() else []
-    try:
-        content: Any = plain_json(read_small(index))
-        names = sorted({name_below(name) for name in content["weight_map"].values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index}: cannot be read as an index of weights ({type(error).__name__}: {error})") from error
-    check_links(folder, [folder / name for name in names])
-    return names
 
 
 # ------------------------------------------------------------ names in a folder

@@ -370,7 +370,7 @@ def test_dropout_of_an_attention_beside_the_interface_is_seen() -> None:
 
 
 def test_folders_and_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"its config\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"config\.json: cannot be read"):
         ring_model(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="has no model_type"):
