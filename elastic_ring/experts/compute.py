@@ -9,7 +9,6 @@ loop over the experts, which reads their loads on the host.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -142,7 +141,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """
     if rows.is_meta:  # torch's grouped product takes bfloat16 only there
         return rows.new_empty(rows.size(0), weight.size(1))
-    return _PRODUCTS[product_kind(rows, weight)](rows, weight, ends)
+    product = _grouped if product_kind(rows, weight) == "grouped" else _loop
+    return product(rows, weight, ends)
 
 
 def product_kind(rows: Tensor, weight: Tensor) -> ProductKind:
@@ -164,35 +164,26 @@ def _loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([F.linear(*pair) for pair in zip(rows.split(loads), weight.unbind(), strict=True)])
 
 
-_PRODUCTS: dict[ProductKind, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"grouped": _grouped, "loop": _loop}
-
-
 @lru_cache(maxsize=16)
 def _serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the grouped product and its gradients agree with fp64."""
-    try:
-        error = _relative_error(device, dtype)
-    except (RuntimeError, NotImplementedError) as failure:
-        log.warning("experts: no grouped product for %s on %s (%s); a loop takes its place", dtype, device, failure)
-        return False
-    if error > _TOLERANCE[dtype]:
-        where = "experts: the grouped product for %s on %s is off by %.2g; a loop takes its place"
-        log.warning(where, dtype, device, error)
-        return False
-    return True
-
-
-def _relative_error(device: torch.device, dtype: torch.dtype) -> float:
-    """The largest relative error of a product and its gradients. Draws nothing from the global generators."""
+    """Whether the grouped product and its gradients agree with fp64. Draws nothing from the global generators."""
     drawn, shapes = torch.Generator().manual_seed(0), ((40, 16), (3, 32, 16), (40, 32))  # one expert has no row
     *exact, slope = (torch.randn(shape, generator=drawn, dtype=torch.float64) for shape in shapes)
     ends = torch.tensor([23, 23, 40], dtype=torch.int32)
     results: list[list[Tensor]] = []
-    # Own hooks: a checkpointed layer would count these tensors among those that it saves.
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
-        for product, kind, where in ((_loop, torch.float64, torch.device("cpu")), (_grouped, dtype, device)):
-            rows, weight = (tensor.to(where, kind).requires_grad_() for tensor in exact)
-            out = product(rows, weight, ends.to(where))
-            grads = torch.autograd.grad(out, (rows, weight), slope.to(where, kind))
-            results.append([tensor.detach().double().cpu() for tensor in (out, *grads)])
-    return max(float((own - exact).norm() / exact.norm()) for exact, own in zip(*results, strict=True))
+    try:
+        # Own hooks: a checkpointed layer would count these tensors among those that it saves.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+            for product, kind, where in ((_loop, torch.float64, torch.device("cpu")), (_grouped, dtype, device)):
+                rows, weight = (tensor.to(where, kind).requires_grad_() for tensor in exact)
+                out = product(rows, weight, ends.to(where))
+                grads = torch.autograd.grad(out, (rows, weight), slope.to(where, kind))
+                results.append([tensor.detach().double().cpu() for tensor in (out, *grads)])
+    except (RuntimeError, NotImplementedError) as failure:
+        log.warning("experts: no grouped product for %s on %s (%s); a loop takes its place", dtype, device, failure)
+        return False
+    error = max(float((own - exact).norm() / exact.norm()) for exact, own in zip(*results, strict=True))
+    if error > _TOLERANCE[dtype]:
+        reason = "experts: the grouped product for %s on %s is off by %.2g; a loop takes its place"
+        log.warning(reason, dtype, device, error)
+    return error <= _TOLERANCE[dtype]

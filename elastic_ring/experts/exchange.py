@@ -177,25 +177,21 @@ class Cut(NamedTuple):
     stop: int
 
 
-def rank_parts(loads: Sequence[int], most_rows: int) -> list[list[Cut]]:
-    """The parts of a rank whose experts have these loads, each of at most `most_rows`."""
-    parts: list[list[Cut]] = [[]]
-    room = most_rows
-    for expert, load in enumerate(loads):
-        for start in range(0, load, most_rows):
-            cut = Cut(expert, start, min(load, start + most_rows))
-            if cut.stop - cut.start > room:
-                parts.append([])
-                room = most_rows
-            parts[-1].append(cut)
-            room -= cut.stop - cut.start
-    return parts
-
-
 def all_parts(counts: Tensor, cp: int, most_rows: int) -> list[list[list[Cut]]]:
-    """By part and rank, the cuts of its own experts. `counts`: int64 (source, expert), with as many experts a rank.
-    All ranks have as many parts, some of them empty."""
-    by_rank = [rank_parts(loads, most_rows) for loads in counts.sum(0).view(cp, -1).tolist()]
+    """By part and rank, the cuts of its own experts, at most `most_rows` of them in each. `counts`: int64 (source,
+    expert), with as many experts a rank. All ranks have as many parts, some of them empty."""
+    by_rank: list[list[list[Cut]]] = []
+    for loads in counts.sum(0).view(cp, -1).tolist():
+        parts, room = [list[Cut]()], most_rows
+        for expert, load in enumerate(loads):
+            for start in range(0, load, most_rows):
+                cut = Cut(expert, start, min(load, start + most_rows))
+                if cut.stop - cut.start > room:
+                    parts.append([])
+                    room = most_rows
+                parts[-1].append(cut)
+                room -= cut.stop - cut.start
+        by_rank.append(parts)
     number = max(map(len, by_rank))
     filled = [parts + [[]] * (number - len(parts)) for parts in by_rank]
     return [[parts[index] for parts in filled] for index in range(number)]
@@ -248,7 +244,13 @@ def run_experts(layer: Any, order: Order, rows: Tensor, products: Products) -> T
     exchange: ExpertExchange | None = layer.exchange
     if layer.meter is not None:
         layer.meter.add(layer, order.load)
-    weights = {name: _local_experts(param, rows.dtype) for name, param in layer.named_parameters(recurse=False)}
+    weights: dict[str, Tensor] = {}  # of this rank's experts, or of all, in the type of the computation
+    for name, param in layer.named_parameters(recurse=False):
+        if hasattr(param, "to_local"):  # after `spread`
+            from torch.distributed.tensor import Shard
+
+            param = param.to_local(grad_placements=[Shard(0)])
+        weights[name] = param.to(rows.dtype)
     if exchange is None:
         return products(weights, rows, order.ends)
     routes = exchange.routes(order.load)
@@ -338,15 +340,6 @@ def spread(layers: Sequence[Any], ring: Any) -> set[nn.Parameter]:
             setattr(layer, name, rows)
             spread_params.add(rows)
     return spread_params
-
-
-def _local_experts(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """This rank's experts of a weight, or all, in the type of its computation."""
-    if hasattr(weight, "to_local"):  # after `spread`
-        from torch.distributed.tensor import Shard
-
-        weight = weight.to_local(grad_placements=[Shard(0)])
-    return weight.to(dtype)
 
 
 # ------------------------------------------------------------ balance

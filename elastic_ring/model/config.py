@@ -78,7 +78,18 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.num_experts:
-            self._check_experts()
+            if not self.expert_width:
+                raise ValueError("ModelConfig expert_width=0: give the inner width of one expert beside num_experts")
+            if not 1 <= self.experts_per_token <= self.num_experts:
+                raise ValueError(
+                    f"ModelConfig experts_per_token={self.experts_per_token}: a token takes 1 to "
+                    f"num_experts={self.num_experts} experts"
+                )
+            if self.num_dense_layers >= self.num_layers:
+                raise ValueError(
+                    f"ModelConfig num_dense_layers={self.num_dense_layers} of num_layers={self.num_layers}: at least "
+                    "one layer has experts; lower it, or leave num_experts out"
+                )
         elif fields := [name for name in EXPERT_FIELDS[1:] if getattr(self, name)]:
             raise ValueError(
                 f"ModelConfig {fields[0]}={getattr(self, fields[0])}: says how experts are, and num_experts=0: give "
@@ -95,20 +106,6 @@ class ModelConfig:
             raise ValueError(
                 "ModelConfig offload_activations=True moves what checkpointing keeps, and checkpoint_activations=False "
                 "keeps it all: set that to True"
-            )
-
-    def _check_experts(self) -> None:
-        if not self.expert_width:
-            raise ValueError("ModelConfig expert_width=0: give the inner width of one expert beside num_experts")
-        if not 1 <= self.experts_per_token <= self.num_experts:
-            raise ValueError(
-                f"ModelConfig experts_per_token={self.experts_per_token}: a token takes 1 to "
-                f"num_experts={self.num_experts} experts"
-            )
-        if self.num_dense_layers >= self.num_layers:
-            raise ValueError(
-                f"ModelConfig num_dense_layers={self.num_dense_layers} of num_layers={self.num_layers}: at least one "
-                "layer has experts; lower it, or leave num_experts out"
             )
 
     def has_experts(self, layer: int) -> bool:
@@ -205,13 +202,6 @@ def model_flops(config: ModelConfig, num_tokens: int, density: float = 1.0, num_
     table = 0 if config.tie_embeddings else config.vocab_size * config.width
     dense = 6.0 * ((num_active or active_parameters(config)) - table) * num_tokens
     return dense + density * 6.0 * num_tokens**2 * config.num_heads * config.head_dim * config.num_layers
-
-
-def flops_of(model: Any, num_tokens: int) -> float | None:
-    """FLOP of one sequence of a factory of the built-in decoder, `partial(Transformer, config)`; None for others."""
-    args = model.args if isinstance(model, partial) else ()
-    configs = [arg for arg in args if isinstance(arg, ModelConfig)]
-    return model_flops(configs[0], num_tokens) if len(configs) == 1 else None
 
 
 def preset(name: str) -> ModelConfig:

@@ -33,36 +33,27 @@ class Fp8Linear(nn.Linear):
         return product if self.bias is None else product + self.bias
 
 
-def use_fp8(layers: Sequence[nn.Module]) -> int:
-    """Have the linear layers in `layers` compute in 8 bits, except in the first and the last; returns how many
-    do. Those whose widths no kernel takes stay as they are."""
-    number = 0
+def use_fp8(layers: Sequence[nn.Module]) -> set[int]:
+    """Have the linear layers in `layers` compute in 8 bits, except in the first and the last; returns the widths of
+    their rows, forward and backward. Those whose widths no kernel takes stay as they are."""
+    widths = set[int]()
     for layer in layers[1:-1]:
         for module in layer.modules():
             if type(module) is nn.Linear and not (module.in_features % ALIGNED or module.out_features % ALIGNED):
                 module.__class__ = Fp8Linear
-                number += 1
-    return number
-
-
-def check_device(device: torch.device) -> None:
-    """Raises RunFailed for a GPU older than an H100."""
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < LEAST_CAPABILITY:
-        raise RunFailed(
-            f"linears='fp8': {torch.cuda.get_device_name(device)} (compute capability {major}.{minor}) does not "
-            "multiply rows with scales of their own in 8 bits; an H100 or a newer one does: leave linears out"
-        )
-
-
-def widths_of(layers: Sequence[nn.Module]) -> set[int]:
-    """The widths of the rows of layers in 8 bits, forward and backward."""
-    modules = [module for layer in layers for module in layer.modules() if isinstance(module, Fp8Linear)]
-    return {width for module in modules for width in (module.in_features, module.out_features)}
+                widths |= {module.in_features, module.out_features}
+    return widths
 
 
 def warm_up(device: torch.device, dtype: torch.dtype, widths: set[int]) -> None:
-    """Compile and load what layers of these widths need, by a row of each and one small layer."""
+    """Compile and load what layers of these widths need, by a row of each and one small layer. Raises RunFailed for a
+    GPU older than an H100."""
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
+        raise RunFailed(
+            f"linears='fp8': {torch.cuda.get_device_name(device)} (compute capability {capability[0]}."
+            f"{capability[1]}) does not multiply rows with scales of their own in 8 bits; an H100 or a newer one does: "
+            "leave linears out"
+        )
     least = min(widths)
     with torch.device(device):
         for width in sorted(widths):

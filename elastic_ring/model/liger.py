@@ -11,9 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,31 +25,12 @@ _OF_FOLDERS = "elastic_ring.integrations.transformers"
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(frozen=True)
-class _Kernels:
-    """Autograd functions of `liger_kernel.ops`, and a Triton kernel."""
-
-    rms_norm: Any
-    silu_mul: Any
-    gelu_mul: Any
-    rope: Any
-    cross_entropy: Any
-    """The Triton kernel, which replaces logits by their gradient."""
-    most_columns: int
-    """The largest block of `cross_entropy`."""
-
-
 def fits(*tensors: Tensor) -> bool:
     """Whether Liger's kernels take these tensors: on a GPU, of one of its types, none empty, the package installed."""
     first = tensors[0]
-    if not first.is_cuda or first.dtype not in _TYPES or _kernels() is None:
+    if not first.is_cuda or first.dtype not in _TYPES or kernels() is None:
         return False
     return all(each.is_cuda and each.dtype == first.dtype and each.numel() > 0 for each in tensors)
-
-
-def load() -> None:
-    """Import the kernels, where they are installed: it takes a second or more."""
-    _kernels()
 
 
 def rms_norm(
@@ -124,7 +105,37 @@ class _CrossEntropySum(torch.autograd.Function):
             rows = slice(start, start + num_rows)
             part = hidden[rows]
             logits = torch.mm(part, weight.t(), out=room[: len(part)])
-            _score(logits, targets[rows], losses[rows], softcap, with_gradients)
+            _required().cross_entropy[(len(part),)](  # fills `losses`, and replaces logits by their gradients
+                X_ptr=logits,
+                X_stride=logits.stride(0),
+                Y_ptr=targets[rows],
+                Y_stride=targets.stride(0),
+                weight_ptr=None,
+                loss_ptr=losses[rows],
+                z_loss_ptr=None,
+                loss_stride=losses.stride(0),
+                token_accuracy_ptr=None,
+                token_accuracy_stride=0,
+                predicted_tokens_ptr=None,
+                predicted_tokens_stride=0,
+                n_cols=vocab_size,
+                n_non_ignore=1,  # this and the next are read for a mean only; numbers that vary are compiled for anew
+                sum_non_ignore_weight=1,
+                weight_sum=0.0,
+                ignore_index=-100,
+                lse_square_scale=0.0,
+                label_smoothing=0.0,
+                reduction="sum",
+                softcap=softcap,
+                RETURN_Z_LOSS=False,
+                RETURN_TOKEN_ACCURACY=False,
+                RETURN_PREDICTED_TOKENS=False,
+                HAS_WEIGHT=False,
+                HAS_SOFTCAPPING=softcap is not None,
+                HAS_GRADIENTS=with_gradients,
+                BLOCK_SIZE=min(_required().most_columns, 1 << (vocab_size - 1).bit_length()),
+                num_warps=32,
+            )
             if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[rows])
             if grad_weight is not None and adds_in_fp32:
@@ -142,50 +153,16 @@ class _CrossEntropySum(torch.autograd.Function):
         return *scaled, None, None
 
 
-def _score(logits: Tensor, targets: Tensor, losses: Tensor, softcap: float | None, with_gradients: bool) -> None:
-    """Fills `losses`, and with `with_gradients` replaces `logits` (N, vocab_size) by their gradients."""
-    kernels, vocab_size = _required(), logits.size(1)
-    kernels.cross_entropy[(len(logits),)](
-        X_ptr=logits,
-        X_stride=logits.stride(0),
-        Y_ptr=targets,
-        Y_stride=targets.stride(0),
-        weight_ptr=None,
-        loss_ptr=losses,
-        z_loss_ptr=None,
-        loss_stride=losses.stride(0),
-        token_accuracy_ptr=None,
-        token_accuracy_stride=0,
-        predicted_tokens_ptr=None,
-        predicted_tokens_stride=0,
-        n_cols=vocab_size,
-        n_non_ignore=1,  # this and the next are read for a mean only, and a number that varies is compiled for anew
-        sum_non_ignore_weight=1,
-        weight_sum=0.0,
-        ignore_index=-100,
-        lse_square_scale=0.0,
-        label_smoothing=0.0,
-        reduction="sum",
-        softcap=softcap,
-        RETURN_Z_LOSS=False,
-        RETURN_TOKEN_ACCURACY=False,
-        RETURN_PREDICTED_TOKENS=False,
-        HAS_WEIGHT=False,
-        HAS_SOFTCAPPING=softcap is not None,
-        HAS_GRADIENTS=with_gradients,
-        BLOCK_SIZE=min(kernels.most_columns, 1 << (vocab_size - 1).bit_length()),
-        num_warps=32,
-    )
-
-
-def _required() -> _Kernels:
-    kernels = _kernels()
-    assert kernels is not None, "ask `fits` first"
-    return kernels
+def _required() -> SimpleNamespace:
+    loaded = kernels()
+    assert loaded is not None, "ask `fits` first"
+    return loaded
 
 
 @lru_cache(maxsize=1)
-def _kernels() -> _Kernels | None:
+def kernels() -> SimpleNamespace | None:
+    """Imports autograd functions of `liger_kernel.ops`, and the Triton kernel of the loss with its largest block: a
+    second or more. None where the package is not installed."""
     if find_spec("liger_kernel") is None:
         return None
     # From the files of the operators: the package's own names may be replaced through its environment variable.
@@ -197,13 +174,13 @@ def _kernels() -> _Kernels | None:
         from liger_kernel.ops.rope import LigerRopeFunction
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-    return _Kernels(
-        LigerRMSNormFunction,
-        LigerSiLUMulFunction,
-        LigerGELUMulFunction,
-        LigerRopeFunction,
-        liger_cross_entropy_kernel,
-        MAX_FUSED_SIZE,
+    return SimpleNamespace(
+        rms_norm=LigerRMSNormFunction,
+        silu_mul=LigerSiLUMulFunction,
+        gelu_mul=LigerGELUMulFunction,
+        rope=LigerRopeFunction,
+        cross_entropy=liger_cross_entropy_kernel,
+        most_columns=MAX_FUSED_SIZE,
     )
 
 

@@ -92,7 +92,9 @@ def compute(transaction: Transaction, step: int) -> Local:
     relief.before_step(device)
     if gauge is not None:
         gauge.begin(device)
-    recomputes = is_recomputed(transaction, step)
+    # Each ring also computes a pass of the ring before it: only where equal bits are promised.
+    repeatable = device.type == "cpu" or task.step.deterministic
+    recomputes = has_check(transaction, step) and now.mesh.dp > 1 and repeatable
     again = _compute_again(transaction, step) if recomputes else 0.0
     if now.experts is not None:
         now.experts.num_parted = 0
@@ -142,12 +144,6 @@ def compute(transaction: Transaction, step: int) -> Local:
     work_s = partial(clock.per_sequence_s, len(mine))
     parts = now.experts.num_parted if now.experts is not None else 0
     return Local(loss_sum, num_tokens, samples, hops, arrived, waited_s, work_s, own, again, parts)
-
-
-def is_recomputed(transaction: Transaction, step: int) -> bool:
-    """Whether each ring also computes a pass of the ring before it: only where equal bits are promised."""
-    repeatable = transaction.device.type == "cpu" or transaction.task.step.deterministic
-    return has_check(transaction, step) and transaction.now.mesh.dp > 1 and repeatable
 
 
 def has_check(transaction: Transaction, step: int) -> bool:

@@ -29,7 +29,7 @@ from elastic_ring.data.loader import Slice
 from elastic_ring.data.sampling.validation import LOSS, PERPLEXITY, ValidationSet, check_sets, holds_out, measured
 from elastic_ring.data.source import SourceConfig
 from elastic_ring.files import shown_plain
-from elastic_ring.model.config import ModelConfig, ModelSizes, built_in, flops_of
+from elastic_ring.model.config import ModelConfig, ModelSizes, built_in, model_flops
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule
 
@@ -96,8 +96,9 @@ def parts_of(model: Any, step: StepConfig) -> ModelParts:
     if bring is not None:
         return bring(step)
     shape = built_in(model)
-    sizes = None if shape is None else ModelSizes(shape, is_built_in=True)
-    return ModelParts(flops=flops_of(model, step.context_tokens), sizes=sizes)
+    if shape is None:
+        return ModelParts()
+    return ModelParts(flops=model_flops(shape, step.context_tokens), sizes=ModelSizes(shape, is_built_in=True))
 
 
 def density_of(pattern: LayerPatterns, model: ModelConfig, step: StepConfig) -> float:

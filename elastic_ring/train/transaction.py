@@ -50,13 +50,7 @@ from elastic_ring.train.vote import (
     raise_for_skips,
     start_vote,
 )
-from elastic_ring.train.wrap import (
-    FrozenRows,
-    ModuleMaker,
-    largest_list,
-    trained_params,
-    trained_shapes,
-)
+from elastic_ring.train.wrap import FrozenRows, ModuleMaker, largest_list, local_params, trained_shapes
 
 
 @dataclass(frozen=True)
@@ -225,15 +219,26 @@ class Transaction:
         self._now = Generation(groups, membership_id, model, hosts, experts, loads)
         if self.task.frozen is not None:
             self._frozen.fill(maker, model, self.task.frozen, (coordinate.cp_rank, mesh.cp))
-        params = trained_params(model, self.task.frozen)
+        rows = local_params(model)
+        params = {name: rows[name] for name in trained_shapes(model, self.task.frozen)}
         if keep:
             assert self.shard is not None
             self.shard.rebind(params)
             self.held.id = membership_id
         else:
             self.held = TrainingState()  # before the new shard, which needs its memory
-            offload, optimizer = self.options.cpu_offload, _optimizer_of(self.task, model, params, self.device)
-            shard = Shard(coordinate.cp_rank, params, optimizer, cpu_offload=offload, computes_on=self.device)
+            trained = [name for name, param in model.named_parameters() if param.requires_grad]
+            named, optimizer = [(name, params[name]) for name in trained], self.task.optimizer
+            ndims = {name: len(shape) for name, shape in trained_shapes(model, None).items()}
+            shard = Shard(
+                coordinate.cp_rank,
+                params,
+                make_optimizer(named, self.task.optim, ndims, self.device)
+                if optimizer is None
+                else make_own_optimizer(optimizer, named),
+                cpu_offload=self.options.cpu_offload,
+                computes_on=self.device,
+            )
             self.held = TrainingState(shard, Gradient.like(params, self.device))
         self.held.gradient.attach(model, in_host=maker.params_in_host)
 
@@ -383,14 +388,3 @@ class Transaction:
         """Apply a result that this rank missed and a survivor had. Idempotent."""
         if self.applied == vote.step:
             self.apply(Outcome(vote))
-
-
-def _optimizer_of(
-    task: TrainingTask, model: nn.Module, params: dict[str, Tensor], device: torch.device
-) -> torch.optim.Optimizer:
-    trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    named = [(name, tensor) for name, tensor in params.items() if name in trained]
-    if task.optimizer is not None:
-        return make_own_optimizer(task.optimizer, named)
-    ndims = {name: len(shape) for name, shape in trained_shapes(model, None).items()}
-    return make_optimizer(named, task.optim, ndims, device)

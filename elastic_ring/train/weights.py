@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -73,12 +73,28 @@ def gather_weights(state: Any, groups: Any, storage: Storage, max_file_bytes: in
         writer.start(file, tensors_of_file, {"sha256": gather.sha256} if file == WEIGHTS else {})
         del tensors_of_file  # or it would be in memory beside the next file's
     writer.wait()
-    written = _exchange_files(gather, writer.written, list(files))
+    # Sizes and digests of all files; a single `weights.safetensors` has none.
+    records = [bytes.fromhex(file.sha256) + file.num_bytes.to_bytes(SIZE_BYTES, "little") for file in writer.written]
+    record_bytes = DIGEST_BYTES + SIZE_BYTES
+    rows = gather.exchange(b"".join(records).ljust(-(-len(files) // gather.num_ranks) * record_bytes, b"\0"))
     groups.check()  # an abort ends NCCL's exchanges without an error: the received bytes may be garbage
     if groups.global_rank != 0:
         return None
     if WEIGHTS not in files:
-        _write_index(storage, gather, files, written)
+        sizes, digests = dict(storage.names(WEIGHTS_FOLDER)), dict[str, str]()
+        for index, file in enumerate(files):
+            start = index // gather.num_ranks * record_bytes
+            record = rows[index % gather.num_ranks][start : start + record_bytes]
+            digests[file] = record[:DIGEST_BYTES].hex()
+            if sizes.get(file) != (num_bytes := int.from_bytes(record[DIGEST_BYTES:], "little")):
+                raise StorageFailed(
+                    f"{storage.at(file)} has {sizes.get(file, 'no')} bytes here, its rank has written {num_bytes}: all "
+                    "workers must see the run's folder",
+                    path=storage.at(file),
+                )
+        metadata = {"total_size": sum(gather.sizes.values()), "sha256": gather.sha256, "file_sha256": digests}
+        weight_map = {name: file for file, names in files.items() for name in names}
+        storage.replace(WEIGHTS_INDEX, index_text(weight_map, metadata))  # which makes the files count
     remove_others(
         Storage(storage.uri, storage.excludes, min(storage.timeout_s, CLEAN_S)),
         [WEIGHTS] if WEIGHTS in files else [WEIGHTS_INDEX, *files],
@@ -212,39 +228,3 @@ class _Writer:
                 self._thread = None
         if self._error is not None:
             raise self._error
-
-
-def _exchange_files(gather: _Gather, own: Sequence[StoredFile], files: Sequence[str]) -> list[StoredFile]:
-    """Exchange sizes and digests of the files; a single `weights.safetensors` has none."""
-    record_bytes = DIGEST_BYTES + SIZE_BYTES
-    records = b"".join(bytes.fromhex(file.sha256) + file.num_bytes.to_bytes(SIZE_BYTES, "little") for file in own)
-    most = -(-len(files) // gather.num_ranks) * record_bytes
-    rows = gather.exchange(records.ljust(most, b"\0"))
-    written = []
-    for index, name in enumerate(files):
-        start = index // gather.num_ranks * record_bytes
-        record = rows[index % gather.num_ranks][start : start + record_bytes]
-        size = int.from_bytes(record[DIGEST_BYTES:], "little")
-        written.append(StoredFile(name, size, record[:DIGEST_BYTES].hex()))
-    return written
-
-
-def _write_index(
-    storage: Storage, gather: _Gather, files: Mapping[str, Sequence[str]], written: Sequence[StoredFile]
-) -> None:
-    """Make the files count. Raises StorageFailed if one of them is not in this rank's storage."""
-    sizes = dict(storage.names(WEIGHTS_FOLDER))
-    for file in written:
-        if sizes.get(file.name) != file.num_bytes:
-            raise StorageFailed(
-                f"{storage.at(file.name)} has {sizes.get(file.name, 'no')} bytes here, its rank has written "
-                f"{file.num_bytes}: all workers must see the run's folder",
-                path=storage.at(file.name),
-            )
-    metadata = {
-        "total_size": sum(gather.sizes.values()),
-        "sha256": gather.sha256,
-        "file_sha256": {file.name: file.sha256 for file in written},
-    }
-    weight_map = {name: file for file, names in files.items() for name in names}
-    storage.replace(WEIGHTS_INDEX, index_text(weight_map, metadata))

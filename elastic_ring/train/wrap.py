@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from elastic_ring.costs import MOST_SHARES
 from elastic_ring.experts.exchange import expert_layers, sends, spread
-from elastic_ring.model.fp8 import ALIGNED, use_fp8, widths_of
+from elastic_ring.model.fp8 import ALIGNED, use_fp8
 from elastic_ring.state.checkpoints.manifest import rows_of
 from elastic_ring.train.optim import check_optimizer
 from elastic_ring.train.task import FrozenValues, Initial, TrainingTask
@@ -59,7 +59,13 @@ class ModuleMaker:
             keep_whole(model, self.device, dtype, keeps_frozen=self._task.frozen is None)
         else:
             self._shard(model, device_mesh, dtype, dp)
-        self._fill_buffers(model)
+        if self._buffers is None and any(True for _ in model.buffers()):
+            self.keep_buffers()
+        for name, buffer in model.named_buffers():
+            assert self._buffers is not None
+            if buffer.device != self.device:  # `to_empty` may not have moved it
+                buffer.data = torch.empty_like(buffer, device=self.device)
+            buffer.copy_(self._buffers[name])
         model.train()
         return model
 
@@ -78,7 +84,13 @@ class ModuleMaker:
         in_host = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         offload = in_host if self.params_in_host else OffloadPolicy()
         choose = self._task.units or largest_list
-        self.sent = [] if self.params_in_host else self._sent_layers(model, device_mesh.size(), dp, dtype.itemsize)
+        if not self.params_in_host and (layers := list(expert_layers(model))):
+            step, cp = self._task.step, device_mesh.size()
+            tokens = min(step.micro_batch, -(-step.global_batch // dp)) * step.rank_tokens(cp)
+            self.sent = [layer for layer in layers if sends(step.experts, layer, cp, tokens, dtype.itemsize)]
+            self.most_rows = max([int(MOST_SHARES * tokens * layer.experts_per_token) for layer in self.sent] or [0])
+            counts = len(self.sent), len(layers)
+            log.info("experts=%s: %d of %d layers send tokens to their experts", step.experts, *counts)
         own = spread(self.sent, device_mesh)
         for whole in (*choose(model), model):
             parts: Sequence[nn.Module] = whole.own_units() if hasattr(whole, "own_units") else ()  # type: ignore[operator]
@@ -89,17 +101,6 @@ class ModuleMaker:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         model.to_empty(device="cpu" if self.params_in_host else self.device)
-
-    def _sent_layers(self, model: nn.Module, cp: int, dp: int, element_bytes: int) -> list[Any]:
-        """The layers whose tokens travel to their experts."""
-        step = self._task.step
-        tokens = min(step.micro_batch, -(-step.global_batch // dp)) * step.rank_tokens(cp)
-        layers = list(expert_layers(model))
-        sent = [layer for layer in layers if sends(step.experts, layer, cp, tokens, element_bytes)]
-        self.most_rows = max((int(MOST_SHARES * tokens * layer.experts_per_token) for layer in sent), default=0)
-        if layers:
-            log.info("experts=%s: %d of %d layers send tokens to their experts", step.experts, len(sent), len(layers))
-        return sent
 
     def keep_buffers(self) -> None:
         """Compute the buffers' values ahead of time: building the model again would slow a recovery down.
@@ -150,15 +151,6 @@ class ModuleMaker:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._task.step.seed)
             return self._task.model()
-
-    def _fill_buffers(self, model: nn.Module) -> None:
-        if self._buffers is None and any(True for _ in model.buffers()):
-            self.keep_buffers()
-        for name, buffer in model.named_buffers():
-            assert self._buffers is not None
-            if buffer.device != self.device:  # `to_empty` may not have moved it
-                buffer.data = torch.empty_like(buffer, device=self.device)
-            buffer.copy_(self._buffers[name])
 
 
 def read_ahead(reads: Sequence[Callable[[], Tensor]], device: torch.device) -> Iterator[Tensor]:
@@ -316,13 +308,6 @@ def check_linears(task: TrainingTask) -> None:
         )
 
 
-def fp8_widths(task: TrainingTask) -> set[int]:
-    """The widths of the layers that compute in 8 bits, of a task that passed `check_linears`."""
-    layers = (task.units or largest_list)(meta_model(task))
-    use_fp8(layers)
-    return widths_of(layers)
-
-
 def check_own_optimizer(task: TrainingTask) -> None:
     """Raises ValueError for a user's optimizer that cannot work on shards, tried on the meta device.
 
@@ -353,14 +338,8 @@ def _check_parameters(model: nn.Module) -> None:
 # ---------------------------------------------------------------- frozen parameters
 
 
-def trained_params(model: nn.Module, frozen: FrozenValues | None) -> dict[str, Tensor]:
-    """This rank's rows of the parameters that are state: all of them where no values are `frozen`."""
-    rows, params = local_params(model), model.named_parameters()
-    return {name: rows[name] for name, param in params if frozen is None or param.requires_grad}
-
-
 def trained_shapes(model: nn.Module, frozen: FrozenValues | None) -> dict[str, tuple[int, ...]]:
-    """The unsharded shape of every parameter that is state."""
+    """The unsharded shape of every parameter that is state: of all of them where no values are `frozen`."""
     params = model.named_parameters()
     return {name: tuple(param.shape) for name, param in params if frozen is None or param.requires_grad}
 

@@ -220,7 +220,7 @@ def warm_devices(
     `warm` on a healthy GPU, and RunFailed when a second GPU fails: then this process or its software is at fault."""
     shapes, kernels, failures = attention_shapes(task), dict[str, str](), dict[Gpu, str]()
     cache, bad = kernel_cache(), bad_ones(folder, [gpu.name for gpu in seen])
-    liger.load()  # a first step would import it otherwise, and all ranks would wait
+    liger.kernels()  # a first step would import it otherwise, and all ranks would wait
     for gpu in seen:
         if gpu.name in bad:
             log.error("skipped: %s", leases.describe(folder, [gpu]))

@@ -57,14 +57,19 @@ def check_model(task: TrainingTask, groups: Any, state: Any, gradients_of: Gradi
     model: nn.Module = state.model
     gradients_of = gradients_of or partial(_gradients_of, model, state.device)
     copy_masters(model)
-    sample = _short_sample(task, state.loader, groups.mesh.cp)
+    whole, cp = state.loader.source.read(0), groups.mesh.cp
+    is_patterned = task.pattern is not None and task.pattern.any_sparse
+    each = PATTERNED_TOKENS_PER_RANK if is_patterned else TOKENS_PER_RANK
+    num_tokens = min(task.step.context_tokens, each * cp)
+    starts = tuple(start for start in whole.document_starts if start < num_tokens)
+    ends = num_tokens in whole.document_starts or (num_tokens == task.step.context_tokens and whole.ends_document)
+    sample = Sample(whole.tokens[: num_tokens + 1], starts, ends, whole.padding)
     _refuse_changing_buffers(task, state, sample, groups)
     model.eval()
-    cp = groups.mesh.cp
     # Other tokens with the same documents.
     turned = Sample(sample.tokens[::-1].copy(), sample.document_starts, sample.ends_document, sample.padding)
     for samples in [(sample,)] if task.step.micro_batch == 1 else [(sample,), (sample, turned)]:
-        passes = [_pass(task, state, [each], groups, gradients_of, cp=1) for each in samples]
+        passes = [_pass(task, state, [own], groups, gradients_of, cp=1) for own in samples]
         results, gradients = zip(*passes, strict=True)
         alone = torch.stack(results).sum(0)
         alone_gradient = [torch.stack(shares).sum(0) for shares in zip(*gradients, strict=True)]
@@ -166,15 +171,6 @@ def _batch(task: TrainingTask, state: Any, samples: Sequence[Sample], groups: An
         kv_wire="native",  # one rank sends nothing, so that only unrounded keys compare
     )
     return batch_of(piece, attention, state.device)
-
-
-def _short_sample(task: TrainingTask, loader: Any, cp: int) -> Sample:
-    whole = loader.source.read(0)
-    patterned = task.pattern is not None and task.pattern.any_sparse
-    num_tokens = min(task.step.context_tokens, (TOKENS_PER_RANK if not patterned else PATTERNED_TOKENS_PER_RANK) * cp)
-    starts = tuple(start for start in whole.document_starts if start < num_tokens)
-    ends = num_tokens in whole.document_starts or (num_tokens == task.step.context_tokens and whole.ends_document)
-    return Sample(whole.tokens[: num_tokens + 1], starts, ends, whole.padding)
 
 
 def _refuse_changing_buffers(task: TrainingTask, state: Any, sample: Sample, groups: Any) -> None:

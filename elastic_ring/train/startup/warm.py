@@ -42,7 +42,7 @@ from elastic_ring.train.startup.compilations import EVENTS
 from elastic_ring.train.startup.kernels import chosen_kernels
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.task import TrainingTask, attention_of
-from elastic_ring.train.wrap import fp8_widths, local_params, meta_model
+from elastic_ring.train.wrap import largest_list, local_params, meta_model
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +84,9 @@ def warm_up_device(
         torch.cuda.set_device(device)
     try:
         if task.step.linears == "fp8":
-            fp8.check_device(device)
             with compiling_for("linear layers in 8 bits"):
-                fp8.warm_up(device, getattr(torch, task.step.param_dtype), fp8_widths(task))
+                layers = (task.units or largest_list)(meta_model(task))
+                fp8.warm_up(device, getattr(torch, task.step.param_dtype), fp8.use_fp8(layers))
         proofs, by_length, dense = _choose(task, device, shapes, cache_dir, kernels)
         if first_group:
             dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)

@@ -227,9 +227,9 @@ def warm_with(answers: SimpleNamespace, warm: Told) -> device.Warmed:
 
 
 def test_a_first_step_imports_no_fused_kernels_because_the_warm_up_has(answers):
-    liger._kernels.cache_clear()
+    liger.kernels.cache_clear()
     warm_with(answers, told()[0])
-    assert liger._kernels.cache_info().currsize == 1
+    assert liger.kernels.cache_info().currsize == 1
 
 
 def test_one_dead_gpu_stops_no_process_and_the_second_leaves_it_alone(answers):

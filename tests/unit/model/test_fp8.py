@@ -20,7 +20,7 @@ from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.optim import OptimConfig
 from elastic_ring.train.task import TrainingTask
-from elastic_ring.train.wrap import check_linears, fp8_widths, largest_list
+from elastic_ring.train.wrap import check_linears, largest_list, meta_model
 
 STEP = StepConfig(linears="fp8", param_dtype="bfloat16")
 SIZES = ModelConfig(97, 4, 64, 4, 2, 16, 96)
@@ -90,7 +90,7 @@ def test_what_is_not_finite_stays_so_in_its_row_alone(bad: float) -> None:
 def test_layers_but_the_first_and_the_last_compute_in_8_bits_and_keep_names_values_and_gradients() -> None:
     with torch.device("meta"):
         model, plain = Transformer(SIZES), Transformer(SIZES)
-    assert use_fp8(largest_list(model)) == 2 * 7
+    assert use_fp8(largest_list(model)) == {32, 64, 96}
     kinds = [{type(module) for module in block.modules() if isinstance(module, nn.Linear)} for block in model.blocks]
     assert kinds == [{nn.Linear}, {Fp8Linear}, {Fp8Linear}, {nn.Linear}]
     assert not isinstance(model.head, Fp8Linear)
@@ -100,7 +100,9 @@ def test_layers_but_the_first_and_the_last_compute_in_8_bits_and_keep_names_valu
 def test_a_warm_up_meets_the_widths_of_the_models_own_layers_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     met, own = set(), fp8.rows
     monkeypatch.setattr(fp8, "rows", lambda x: met.add(x.size(1)) or own(x))  # type: ignore[func-returns-value]
-    fp8.warm_up(torch.device("cpu"), torch.bfloat16, fp8_widths(task(partial(Transformer, SIZES))))
+    fp8.warm_up(
+        torch.device("cpu"), torch.bfloat16, use_fp8(largest_list(meta_model(task(partial(Transformer, SIZES)))))
+    )
     assert met == {32, 64, 96}
 
 

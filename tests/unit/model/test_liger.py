@@ -46,7 +46,7 @@ class OnGpu:
 
 def test_fp64_mixed_types_empty_tensors_and_a_missing_package_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels: Any = object()
-    monkeypatch.setattr(liger, "_kernels", lambda: kernels)
+    monkeypatch.setattr(liger, "kernels", lambda: kernels)
     half, wide = OnGpu(torch.bfloat16), OnGpu(torch.float32)
     fits: Any = liger.fits
     assert fits(half, half)
@@ -55,7 +55,7 @@ def test_fp64_mixed_types_empty_tensors_and_a_missing_package_do_not_fit(monkeyp
     assert not fits(half, wide)
     assert not fits(half, OnGpu(torch.bfloat16, 0))
     assert not fits(half, torch.empty(2, dtype=torch.bfloat16))
-    monkeypatch.setattr(liger, "_kernels", lambda: None)
+    monkeypatch.setattr(liger, "kernels", lambda: None)
     assert not fits(half, half)
 
 
