@@ -52,6 +52,18 @@ OBEYED = {
     "run": {"name", "storage_path", "loss_spike", "loss_spike_actions"},
 }
 
+IGNORED = [
+    "step.val_every_steps",
+    "step.val_every_tokens",
+    *(
+        f"{section}.{name}"
+        for section, obeyed in OBEYED.items()
+        for name in SECTIONS[section].__pydantic_fields__
+        if name not in obeyed
+    ),
+]
+"""The settings of the elastic ring that this door does not obey."""
+
 
 def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]:
     """This door's own flags, and the settings that it shares. Raises ValueError for settings that contradict each other
@@ -75,7 +87,7 @@ def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]
     own.add_argument("--checkpoint-every-steps", type=int, default=10, help="0 for one at the end only (10)")
     own.add_argument("--max-failures", type=int, default=3, help="restarts by Ray Train (3)")
     options, rest = own.parse_known_args(argv)
-    for setting in _ignored():
+    for setting in IGNORED:
         for flag in (setting, *(short for short, long in SHORT.items() if f"{long}.".startswith(f"{setting}."))):
             if has_flag(rest, flag) or any(
                 word.replace("_", "-").startswith(f"--{flag}.".replace("_", "-")) for word in rest
@@ -89,26 +101,12 @@ def parse_zero3(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainSettings]
         if (value := getattr(settings, name)) is not None:
             raise ValueError(f"{name}={value!r}: is the elastic ring's; here {NONE_HERE}")
     usual = {"run": RunConfig(), "step": StepConfig(), "scaling": PRESETS[settings.preset]()["scaling"]}
-    for setting in _ignored():
+    for setting in IGNORED:
         section, name = setting.split(".")
         value = getattr(getattr(settings, section), name)
         if value != getattr(usual[section], name):
             raise ValueError(f"{setting}={value!r}: is the elastic ring's; here {_instead(setting)}")
     return options, settings
-
-
-def _ignored() -> list[str]:
-    """The settings of the elastic ring that this door does not obey."""
-    return [
-        "step.val_every_steps",
-        "step.val_every_tokens",
-        *(
-            f"{section}.{name}"
-            for section, obeyed in OBEYED.items()
-            for name in SECTIONS[section].__pydantic_fields__
-            if name not in obeyed
-        ),
-    ]
 
 
 def _instead(setting: str) -> str:

@@ -74,21 +74,18 @@ def rope_of_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
     return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
 
 
-def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
-    """Sum of -log softmax(hidden @ weight.T)[target] over targets that are not -100, fp32.
+class CrossEntropySum(torch.autograd.Function):
+    """(hidden, weight, targets, softcap) to the sum of -log softmax(hidden @ weight.T)[target] over targets that are
+    not -100, fp32.
 
     Forward computes the gradients of its inputs as well, where `hidden` requires one; backward only scales them, in
     place, so it may run once. Logits exist for as many tokens at a time as make them about as large as `hidden`. The
     weight's gradient is summed in fp32.
-    """
-    loss_sum: Tensor = _CrossEntropySum.apply(hidden, weight, targets, softcap)
-    return loss_sum
 
-
-class _CrossEntropySum(torch.autograd.Function):
-    """Liger's fused linear cross-entropy, with its kernel and its products, but for two reads of the device: it counts
+    Liger's fused linear cross-entropy, with its kernel and its products, but for two reads of the device: it counts
     the targets before the first product, and asks in backward whether the loss was scaled. After either the GPU waits
-    until the host, which was ahead by many launches, has launched the next."""
+    until the host, which was ahead by many launches, has launched the next.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:

@@ -50,7 +50,7 @@ def chunked_cross_entropy(
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1")
     if _is_for_liger(hidden, weight, chunk_tokens):
-        loss_sum = liger.cross_entropy_sum(hidden, weight, targets, softcap)
+        loss_sum = liger.CrossEntropySum.apply(hidden, weight, targets, softcap)
     else:
         loss_sum = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk_tokens, softcap)
     return loss_sum, (targets != IGNORE).sum()

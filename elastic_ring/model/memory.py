@@ -47,7 +47,7 @@ preset alone had 498 MiB at its peak, the forecast says 492 (`tests/unit/model/t
 
 
 def rows_of_logits(num_tokens: int, vocab_size: int, width: int) -> int:
-    """How many tokens' logits `liger.cross_entropy_sum` holds at a time, in the hidden type: about as much as the
+    """How many tokens' logits `liger.CrossEntropySum` holds at a time, in the hidden type: about as much as the
     hidden states of all `num_tokens` (`fused_linear_cross_entropy_forward` of liger-kernel 0.8.5)."""
     rows = -(-num_tokens // -(-vocab_size // width))
     return min(num_tokens, 1 << (rows - 1).bit_length())
@@ -67,38 +67,30 @@ class Moment:
 
 @dataclass(frozen=True)
 class ModelUnits:
-    """Parameters of the units that FSDP2 gathers together. Fields as in `StepMemory`."""
+    """Parameters of the units that FSDP2 gathers together."""
 
-    config: ModelConfig
-    num_parameters: int
-    cp: int
-    tokens: int
-    element_bytes: int
-    cpu_offload: CpuOffload
-    experts: Placement
-    built_in: bool
+    step: StepMemory
 
     @property
     def shard(self) -> int:
         """Parameters of a rank."""
-        return -(-self.num_parameters // self.cp)
+        return -(-self.step.num_parameters // self.step.cp)
 
     @cached_property
     def block(self) -> int:
         """The largest block, which is the last where layers differ. Another library's may have less or more than ours
         of the same sizes, as latent attention has."""
-        difference = (self.num_parameters - num_parameters(self.config)) // self.config.num_layers
-        return difference + max(block_parameters(self.config, layer) for layer in (0, self.config.num_layers - 1))
+        config = self.step.config
+        difference = (self.step.num_parameters - num_parameters(config)) // config.num_layers
+        return difference + max(block_parameters(config, layer) for layer in (0, config.num_layers - 1))
 
     @cached_property
     def sent(self) -> int:
         """A block's experts where tokens are sent to them; 0 where they are gathered with the block."""
-        config, number = self.config, expert_parameters(self.config)
-        placement = "gather" if self.cpu_offload == "all" or not number else self.experts
-        is_sent = sends_tokens(
-            placement, self.cp, number, self.tokens, config.experts_per_token, config.width, self.element_bytes
-        )
-        return number if is_sent else 0
+        step, config, number = self.step, self.step.config, expert_parameters(self.step.config)
+        placement = "gather" if step.cpu_offload == "all" or not number else step.experts
+        sizes = step.cp, number, step.tokens, config.experts_per_token, config.width, step.element_bytes
+        return number if sends_tokens(placement, *sizes) else 0
 
     @property
     def unit(self) -> int:
@@ -108,137 +100,134 @@ class ModelUnits:
     @cached_property
     def parts(self) -> tuple[int, int]:
         """Attention, and a slice of the feed-forward part, if these are gathered one by one; else (0, 0)."""
-        last = self.config.num_layers - 1
-        if not (self.built_in and self.config.is_parted(last)):
+        config = self.step.config
+        if not (self.step.built_in and config.is_parted(config.num_layers - 1)):
             return 0, 0
-        feed_forward = 3 * self.config.width * self.config.ffn_width
-        attention = block_parameters(self.config, last) - feed_forward
-        return attention, 3 * self.config.width * max(self.config.ffn_slices)
+        feed_forward = 3 * config.width * config.ffn_width
+        attention = block_parameters(config, config.num_layers - 1) - feed_forward
+        return attention, 3 * config.width * max(config.ffn_slices)
 
     @cached_property
     def head_parts(self) -> tuple[int, int]:
         """(number of slices of the head, parameters of one) if these and the embedding are gathered one by one; (0, 0)
         if the head is gathered with the rest of the root."""
-        if not (self.built_in and self.config.has_own_tables):
+        if not (self.step.built_in and self.step.config.has_own_tables):
             return 0, 0
-        slices = self.config.head_slices
-        return len(slices), max(slices) * self.config.width
+        slices = self.step.config.head_slices
+        return len(slices), max(slices) * self.step.config.width
 
     @property
     def root(self) -> int:
         """Parameters outside the blocks, which FSDP2 gathers as one unit for the whole of a pass."""
-        return self.table * (1 if self.config.tie_embeddings else 2) + self.config.width
+        return self.table * (1 if self.step.config.tie_embeddings else 2) + self.step.config.width
 
     @property
     def table(self) -> int:
-        return self.config.vocab_size * self.config.width
+        return self.step.config.vocab_size * self.step.config.width
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a rank's activations and hop buffers in one pass. Fields as in `StepMemory`."""
+    """Bytes of a rank's activations and hop buffers in one pass."""
 
-    units: ModelUnits
-    on_gpu: bool
-    fused_norms: bool
-    latent: int
+    step: StepMemory
 
     @property
     def width_bytes(self) -> int:
         """One activation of the residual stream's width."""
-        return self.units.tokens * self.units.config.width * self.units.element_bytes
+        return self.step.tokens * self.step.config.width * self.step.element_bytes
 
     @property
     def _ffn_bytes(self) -> int:
         """One activation inside a feed-forward part; with experts, of all experts of a token."""
-        config = self.units.config
+        config = self.step.config
         width = config.experts_per_token * config.expert_width + config.shared_width
-        dense = max(config.ffn_slices) if any(self.units.parts) else config.ffn_width
-        return self.units.tokens * (width or dense) * self.units.element_bytes
+        dense = max(config.ffn_slices) if any(self.step.units.parts) else config.ffn_width
+        return self.step.tokens * (width or dense) * self.step.element_bytes
 
     @property
     def _rows_bytes(self) -> int:
         """One row of the residual stream's width for each expert of a token."""
-        return self.units.config.experts_per_token * self.width_bytes
+        return self.step.config.experts_per_token * self.width_bytes
 
     def _heads_bytes(self, num_heads: int) -> int:
-        return self.units.tokens * num_heads * self.units.config.head_dim * self.units.element_bytes
+        return self.step.tokens * num_heads * self.step.config.head_dim * self.step.element_bytes
 
     @property
     def _qkv_bytes(self) -> int:
         """Q, K and V, and the results of two norms that are written out in Python: the input and the result once more,
         one of them in fp32."""
-        config, units = self.units.config, self.units
-        norms = 0 if self.fused_norms else 2 * units.tokens * config.width * (FP32 + units.element_bytes)
+        step, config = self.step, self.step.config
+        norms = 0 if step.fused_norms else 2 * step.tokens * config.width * (FP32 + step.element_bytes)
         return self._heads_bytes(config.num_heads + 2 * config.num_kv_heads) + norms
 
     @cached_property
     def kept_per_layer(self) -> int:
         """Kept by a layer from its forward pass to its backward pass."""
-        config, units = self.units.config, self.units
-        attended = self._heads_bytes(config.num_heads) + units.tokens * config.num_heads * LSE_BYTES
+        step, config = self.step, self.step.config
+        attended = self._heads_bytes(config.num_heads) + step.tokens * config.num_heads * LSE_BYTES
         if config.checkpoint_activations:
-            return (2 if any(units.parts) else 1) * self.width_bytes + attended
+            return (2 if any(step.units.parts) else 1) * self.width_bytes + attended
         ffn = self._ffn_bytes
-        if any(units.parts):  # of all slices, each with its own result of the norm
-            ffn = units.tokens * config.ffn_width * units.element_bytes
+        if any(step.units.parts):  # of all slices, each with its own result of the norm
+            ffn = step.tokens * config.ffn_width * step.element_bytes
             attended += (len(config.ffn_slices) - 1) * self.width_bytes
         # gate, up and their product; and silu(gate) where no kernel computes both at once
-        num_ffn = 3 if self.on_gpu else 4
+        num_ffn = 3 if step.on_gpu else 4
         return 4 * self.width_bytes + attended + self._qkv_bytes + num_ffn * ffn + 2 * self._rows_bytes
 
     def kept(self, num_layers: int) -> int:
         """Kept by `num_layers` layers: offloaded activations leave with the next layer's forward pass."""
-        offloaded = self.units.config.offload_activations
+        offloaded = self.step.config.offload_activations
         return (min(num_layers, 2) if offloaded else num_layers) * self.kept_per_layer
 
     @cached_property
     def recomputed(self) -> int:
         """Held by the backward pass of a block beside what was kept, when SwiGLU's gradients are computed."""
-        if not self.units.config.checkpoint_activations:
+        if not self.step.config.checkpoint_activations:
             return self.width_bytes + 2 * self._ffn_bytes + self._rows_bytes
         # Of the feed-forward's width: gate, up and their gradients, silu(gate) and one more. Of experts' rows: input
         # and output, sorted and by token, and once more as they travel.
-        num_rows = 6 if self.units.sent else 4
+        num_rows = 6 if self.step.units.sent else 4
         return 4 * self.width_bytes + self._qkv_bytes + 6 * self._ffn_bytes + num_rows * self._rows_bytes
 
     @cached_property
     def uneven_bytes(self) -> int:
         """Room for more than a rank's fair share of experts' rows, of which backward holds four of a row's width, and
         six activations inside an expert. Rows beyond that room come in parts (`experts.exchange`)."""
-        if not self.units.sent:
+        if not self.step.units.sent:
             return 0
-        inner = self._rows_bytes // self.units.config.width * self.units.config.expert_width
-        return int((min(MOST_SHARES, self.units.cp) - 1) * (4 * self._rows_bytes + 6 * inner))
+        inner = self._rows_bytes // self.step.config.width * self.step.config.expert_width
+        return int((min(MOST_SHARES, self.step.cp) - 1) * (4 * self._rows_bytes + 6 * inner))
 
     @property
     def rotation(self) -> int:
-        return self.units.tokens * self.units.config.head_dim * FP32
+        return self.step.tokens * self.step.config.head_dim * FP32
 
     @property
     def _keys_bytes(self) -> int:
         """K and V of a rank's tokens."""
-        return 2 * self._heads_bytes(self.units.config.num_kv_heads)
+        return 2 * self._heads_bytes(self.step.config.num_kv_heads)
 
     @property
     def _hops(self) -> int:
         """Hops of one stage."""
-        if not self.on_gpu:
+        if not self.step.on_gpu:
             return 1
-        return min(self.units.cp - 1, max(1, GATHER_LIMIT_BYTES // self._keys_bytes))
+        return min(self.step.cp - 1, max(1, GATHER_LIMIT_BYTES // self._keys_bytes))
 
     @cached_property
     def hop_buffers(self) -> int:
         """For keys, their gradients and partial gradients: one slot of each with one stage of hops, else two."""
-        if self.units.cp == 1:
+        if self.step.cp == 1:
             return 0
-        carried = self.latent * self.units.tokens * self.units.element_bytes or self._keys_bytes
-        return 3 * (1 if self._hops == self.units.cp - 1 else 2) * self._hops * carried
+        carried = self.step.latent * self.step.tokens * self.step.element_bytes or self._keys_bytes
+        return 3 * (1 if self._hops == self.step.cp - 1 else 2) * self._hops * carried
 
     @property
     def projected(self) -> int:
         """K, V and their gradients, as kernels take them and as the projection does, of one stage's latents."""
-        return 3 * self._hops * self._keys_bytes if self.latent and self.units.cp > 1 else 0
+        return 3 * self._hops * self._keys_bytes if self.step.latent and self.step.cp > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -267,12 +256,11 @@ class StepMemory:
 
     @cached_property
     def units(self) -> ModelUnits:
-        sizes = self.config, self.num_parameters, self.cp, self.tokens, self.element_bytes
-        return ModelUnits(*sizes, self.cpu_offload, self.experts, self.built_in)
+        return ModelUnits(self)
 
     @cached_property
     def activations(self) -> Activations:
-        return Activations(self.units, self.on_gpu, self.fused_norms, self.latent)
+        return Activations(self)
 
     @cached_property
     def lasting(self) -> dict[str, int]:

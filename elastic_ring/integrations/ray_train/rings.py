@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ class Rings:
         dist.all_reduce(summed)
         return summed
 
-    def check(self, engine: Zero3Engine, source: Source) -> None:
+    def check(self, engine: Zero3Engine, source: Source | DatasetRows) -> None:
         """Raises ModelRefused where the model does not attend to all of the first sequence of `source`. Collective."""
 
         def add_over_a_ring(tensors: Sequence[Tensor]) -> SimpleNamespace:
@@ -113,17 +113,8 @@ class Rings:
 
 
 # ------------------------------------------------------------ sequences
-
-
-class Feed(Protocol):
-    """The slices of this rank in one step: equally many on every rank. `source` has a sequence for the start-up check;
-    `sample_ids` are those of the step on all rings, none where rows have no numbers."""
-
-    @property
-    def source(self) -> Any: ...
-    def slices(self, step: int) -> list[Slice]: ...
-    def sample_ids(self, step: int) -> Sequence[int]: ...
-    def close(self) -> None: ...
+# A feed has the slices of this rank in a step, equally many on every rank, the ids of the step's samples on all rings,
+# none where rows have no numbers, and a `source` with a sequence for the start-up check.
 
 
 class OrderedFeed:

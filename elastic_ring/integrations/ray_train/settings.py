@@ -83,7 +83,31 @@ class Zero3Config:
                 f"offload_param={self.offload_param!r} with offload_optimizer='none': the masters would stay on the "
                 "device and be larger than what leaves it; set offload_optimizer='cpu' or 'nvme' too"
             )
-        check_deepspeed(self)
+        config = "deepspeed configuration"
+        for key, setting in DECIDED.items():
+            if self.deepspeed.get(key, "auto") != "auto":
+                raise ValueError(
+                    f"{config} {key}={self.deepspeed[key]!r}: elastic_ring sets it ({setting}); leave it out"
+                )
+        zero = self.deepspeed.get("zero_optimization", {})
+        if not isinstance(zero, Mapping):
+            raise ValueError(f"{config} zero_optimization={zero!r}: must be an object")
+        if zero.get("stage", STAGE) not in (STAGE, "auto"):
+            raise ValueError(
+                f"{config} zero_optimization.stage={zero['stage']!r}: this is the door for stage 3; leave it out"
+            )
+        for key, flag in OFFLOADS.items():
+            part, place = zero.get(key) or {}, getattr(self, key)
+            if part.get("device", place) != place:
+                raise ValueError(
+                    f"{config} zero_optimization.{key}.device={part['device']!r} with {key}={place!r}: set {flag} "
+                    f"{part['device']}, and leave it out there"
+                )
+            if "nvme_path" in part:
+                raise ValueError(
+                    f"{config} zero_optimization.{key}.nvme_path={part['nvme_path']!r}: set nvme_path (--nvme-path), "
+                    "and leave it out there"
+                )
 
     @property
     def swap_folder(self) -> Path:
@@ -103,33 +127,6 @@ def read_deepspeed(path: Path) -> dict[str, object]:
     if not isinstance(content, dict):
         raise ValueError(f"--deepspeed-config {path}: must be an object, as DeepSpeed's own configuration is")
     return content
-
-
-def check_deepspeed(own: Zero3Config) -> None:
-    """Raises ValueError for keys that other settings decide, and for values that contradict them."""
-    config = "deepspeed configuration"
-    for key, setting in DECIDED.items():
-        if own.deepspeed.get(key, "auto") != "auto":
-            raise ValueError(f"{config} {key}={own.deepspeed[key]!r}: elastic_ring sets it ({setting}); leave it out")
-    zero = own.deepspeed.get("zero_optimization", {})
-    if not isinstance(zero, Mapping):
-        raise ValueError(f"{config} zero_optimization={zero!r}: must be an object")
-    if zero.get("stage", STAGE) not in (STAGE, "auto"):
-        raise ValueError(
-            f"{config} zero_optimization.stage={zero['stage']!r}: this is the door for stage 3; leave it out"
-        )
-    for key, flag in OFFLOADS.items():
-        part, place = zero.get(key) or {}, getattr(own, key)
-        if part.get("device", place) != place:
-            raise ValueError(
-                f"{config} zero_optimization.{key}.device={part['device']!r} with {key}={place!r}: set {flag} "
-                f"{part['device']}, and leave it out there"
-            )
-        if "nvme_path" in part:
-            raise ValueError(
-                f"{config} zero_optimization.{key}.nvme_path={part['nvme_path']!r}: set nvme_path (--nvme-path), and "
-                "leave it out there"
-            )
 
 
 def check_mesh(num_workers: tuple[int, int], cp: int, step: StepConfig, own: Zero3Config) -> None:

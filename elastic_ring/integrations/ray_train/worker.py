@@ -33,7 +33,7 @@ from elastic_ring.errors import CheckpointDamaged, LossSpike, RunFailed, TooMany
 from elastic_ring.files import plain_json, private_folder, read_small
 from elastic_ring.integrations.ray_train import ops
 from elastic_ring.integrations.ray_train.engine import Zero3Engine, write_weights
-from elastic_ring.integrations.ray_train.rings import DatasetFeed, Feed, OrderedFeed, Rings
+from elastic_ring.integrations.ray_train.rings import DatasetFeed, OrderedFeed, Rings
 from elastic_ring.integrations.ray_train.run_records import TERM, Attempt
 from elastic_ring.integrations.ray_train.settings import Zero3Config, deepspeed_config, mesh_of
 from elastic_ring.mesh import Mesh
@@ -67,7 +67,6 @@ class Job:
     loop: Callable[[Zero3Worker], None] | None = None
     vocab_size: int | None = None
     end_of_document: int = 0
-    num_threads: int = 1
 
 
 @settings
@@ -107,7 +106,7 @@ class Zero3Worker:
         context = ray.train.get_context()
         self.rank, self.size = context.get_world_rank(), context.get_world_size()
         self._local_rank = context.get_local_rank()
-        torch.set_num_threads(job.num_threads)
+        torch.set_num_threads(1)
         self.mesh: Mesh = mesh_of(self.size, job.cp, self.task.step.global_batch)
         self.device = torch.device("cpu")
         if job.device == "cuda":
@@ -249,7 +248,7 @@ class Zero3Worker:
     # ------------------------------------------------------------ parts
 
     @cached_property
-    def feed(self) -> Feed:
+    def feed(self) -> OrderedFeed | DatasetFeed:
         """The Ray dataset's shard where the trainer has one, else the corpus in the run's order."""
         job, step = self.job, self.task.step
         if job.vocab_size is not None:

@@ -7,6 +7,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +182,15 @@ def with_pattern(
     """
     config = {key: value for key, value in plain.items() if key not in (NOTE, "architectures")}
     own = [_noticed(window, context_tokens) for window in _windows(config)]
-    trained = list(zip(_rules(pattern, len(own)), own, strict=True))
-    windows = [_window_or_rule(rules, window, context_tokens) for rules, window in trained]
+    rules: list[tuple[Rule, ...] | str] = [pattern or (Dense(),)] * len(own)
+    with suppress(ValueError):  # of functions, which cannot be read back
+        if pattern:
+            layers = parse_pattern(pattern.partition(" in blocks of ")[0])  # a block's size changes no key
+            rules = [layers.of_layer(layer).rules for layer in range(len(own))]
+    trained = list(zip(rules, own, strict=True))
+    windows = [_window_or_rule(of_layer, window, context_tokens) for of_layer, window in trained]
     losses: list[str] = []
-    if any(_in_blocks(rules, window) for rules, window in trained):
+    if any(_in_blocks(of_layer, window) for of_layer, window in trained):
         losses.append(
             f"trained with windows of whole blocks of {BLOCK_TOKENS} tokens, up to {2 * BLOCK_TOKENS - 2} "
             "more than the config's, which are written"
@@ -215,17 +221,6 @@ def with_pattern(
         )
     note = "; ".join(losses)
     return {**exported, **({NOTE: {"pattern": pattern, "lost": note}} if losses else {})}, note
-
-
-def _rules(pattern: str, num_layers: int) -> list[tuple[Rule, ...] | str]:
-    """The rules of each layer's heads, or their text where it cannot be read back, as of functions."""
-    if not pattern:
-        return [(Dense(),)] * num_layers
-    try:
-        layers = parse_pattern(pattern.partition(" in blocks of ")[0])  # a block's size changes no key
-        return [layers.of_layer(layer).rules for layer in range(num_layers)]
-    except ValueError:
-        return [pattern] * num_layers
 
 
 def _window_or_rule(rules: tuple[Rule, ...] | str, own: int | None, context_tokens: int) -> int | str | None:

@@ -69,13 +69,6 @@ def _linear(module: Any, weights: Mapping[str, Tensor], name: str, rows: Tensor,
     )
 
 
-def mark_experts(model: nn.Module, config: Any) -> None:
-    """Give a model's experts the attributes that `experts.exchange` reads of a layer."""
-    for _, module in expert_modules(model):
-        module.experts_per_token = _top_k(config)
-        module.width, module.exchange, module.meter = int(config.hidden_size), None, None
-
-
 def has_balancing_loss(config: Any) -> bool:
     """Whether transformers would add one to the loss."""
     return bool(getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0))
@@ -83,11 +76,12 @@ def has_balancing_loss(config: Any) -> bool:
 
 def balancing(config: Any, logits: Any, attention: Any, num_targets: Tensor) -> Tensor:
     """This rank's part of the balancing loss, with the config's coefficient."""
-    part = balancing_loss(tuple(logits), _top_k(config), getattr(attention, "group", None), num_targets)
+    part = balancing_loss(tuple(logits), top_k_of(config), getattr(attention, "group", None), num_targets)
     return float(config.router_aux_loss_coef) * part
 
 
-def _top_k(config: Any) -> int:
+def top_k_of(config: Any) -> int:
+    """How many experts a token takes; 0 without experts."""
     return next((value for name in TOP_K if (value := getattr(config, name, None))), 0)
 
 

@@ -122,7 +122,9 @@ def build(config: Any) -> Any:
     model = _ring_class(class_of(config))._from_config(
         config, dtype=torch.float32, attn_implementation=NAME, experts_implementation=NAME
     )
-    layers.mark_experts(model, config)
+    for _, experts in layers.expert_modules(model):  # the attributes that `experts.exchange` reads of a layer
+        experts.experts_per_token, experts.width = layers.top_k_of(config), int(config.hidden_size)
+        experts.exchange, experts.meter = None, None
     for module in model.modules():
         if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
             # Latent attention (DeepSeek-V2, arXiv:2405.04434) calls the attention before keys are projected up.
