@@ -30,16 +30,16 @@ ABSOLUTE = {
 NO_RESTART = "positions do not restart at packed documents"
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, object]:
     """The content of a folder's config.json. Raises ValueError."""
     check_model_links(folder)
-    config = read_object(folder / "config.json", "give a model folder as save_pretrained writes it")
+    config: dict[str, object] = read_object(folder / "config.json", "give a model folder as save_pretrained writes it")
     if "model_type" not in config:
         raise ValueError(f"{folder / 'config.json'} has no model_type: give the config of a transformers model")
     return config
 
 
-def read_object(path: Path, way_out: str) -> dict[str, Any]:
+def read_object(path: Path, way_out: str) -> Any:
     """The object in a file of JSON. Raises ValueError with the way out."""
     try:
         content = plain_json(read_small(path))

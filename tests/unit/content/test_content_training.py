@@ -39,10 +39,13 @@ from tests.unit.train.test_pattern_training import RandomSource, layer_of, losse
 from tests.unit.train.tiny_task import (
     CONTEXT,
     Broken,
+    abort_at_a_break,
     abort_until_paused,
     begin,
     break_off,
     facts,
+    facts_after_a_rebuild,
+    facts_of_steps,
     make_task,
     plain_training,
     rebuild,
@@ -142,9 +145,7 @@ def interrupt_in(me: Any, swap: int, kill: bool) -> None:
 
 
 def undisturbed(six: Membership) -> list[dict[str, Any]]:
-    six.all(begin, six.meeting(), Mesh(2, 2), patterned(TEXT), ranks=range(4))
-    six.all(run_steps, NUM_STEPS, ranks=range(4))
-    return six.all(facts, ranks=range(4))
+    return facts_of_steps(six, Mesh(2, 2), patterned(TEXT))
 
 
 @pytest.mark.slow
@@ -155,14 +156,8 @@ def test_a_step_that_breaks_off_while_blocks_are_chosen_gives_the_same_bits_when
     wanted, ranks = undisturbed(six), range(4)
     six.all(begin, six.meeting(), Mesh(2, 2), patterned(TEXT), ranks=ranks)
     six.call(2, interrupt_in, swap, False)
-    for rank in ranks:
-        six.start(rank, break_off, 2)
-    assert six.result(2) == "Broken"
-    assert all(six.now(rank, abort_until_paused) for rank in ranks)
-    assert {six.result(rank) for rank in (0, 1, 3)} == {"GroupAborted"}
-    six.all(rebuild, six.meeting(), Mesh(2, 2), ranks=ranks)
-    six.all(run_steps, NUM_STEPS - 1, ranks=ranks)
-    assert six.all(facts, ranks=ranks) == [{**fact, "gradient_membership_id": (1, 1)} for fact in wanted]
+    abort_at_a_break(six, Mesh(2, 2), 2)
+    assert facts_after_a_rebuild(six, Mesh(2, 2)) == wanted
 
 
 def take_place(me: Any, where: Rendezvous, mesh: Mesh, task: TrainingTask, rank: int) -> None:

@@ -43,14 +43,9 @@ from tests.unit.train import tiny_task
 from tests.unit.train.test_pattern_training import MIXED, RandomSource, losses_on, patterned
 from tests.unit.train.tiny_task import (
     STEP,
-    abort_until_paused,
-    begin,
-    break_off,
-    facts,
+    facts_after_a_break,
+    facts_of_steps,
     make_task,
-    plan_break,
-    rebuild,
-    run_steps,
 )
 
 AUTO = replace(STEP, layout="auto")
@@ -399,19 +394,5 @@ def test_training_on_the_chosen_layout_gives_the_losses_of_zigzag_on_every_ring(
 
 @pytest.mark.slow
 def test_a_step_on_the_chosen_layout_that_breaks_off_and_runs_again_gives_the_same_bits(six):
-    square, ranks = Mesh(2, 2), range(4)
-    task = patterned("window:5", step=AUTO)
-    six.all(begin, six.meeting(), square, task, ranks=ranks)
-    six.all(run_steps, 3, ranks=ranks)
-    undisturbed = six.all(facts, ranks=ranks)
-    six.all(begin, six.meeting(), square, task, ranks=ranks)
-    six.call(2, plan_break, "backward", 1)
-    for rank in ranks:
-        six.start(rank, break_off, 2)
-    assert six.result(2) == "Broken"
-    assert all(six.now(rank, abort_until_paused) for rank in ranks)
-    for rank in (0, 1, 3):
-        six.result(rank)
-    six.all(rebuild, six.meeting(), square, ranks=ranks)
-    six.all(run_steps, 2, ranks=ranks)
-    assert six.all(facts, ranks=ranks) == [{**fact, "gradient_membership_id": (1, 1)} for fact in undisturbed]
+    square, task = Mesh(2, 2), patterned("window:5", step=AUTO)
+    assert facts_after_a_break(six, square, task, 2, "backward") == facts_of_steps(six, square, task)

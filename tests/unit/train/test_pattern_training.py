@@ -36,14 +36,11 @@ from tests.unit.train import tiny_task
 from tests.unit.train.tiny_task import (
     CONTEXT,
     STEP,
-    abort_until_paused,
     begin,
-    break_off,
-    facts,
+    facts_after_a_break,
+    facts_of_steps,
     make_task,
     plain_training,
-    plan_break,
-    rebuild,
     run_steps,
 )
 
@@ -160,20 +157,8 @@ def test_sequences_of_one_membership_are_planned_once_for_each_shape(
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce"])
 def test_a_step_with_a_pattern_that_breaks_off_and_runs_again_gives_the_same_bits(six: Membership, phase: str) -> None:
     """Rank 2 of two rings of two breaks off; all abort, meet again, and run the step once more."""
-    square, ranks = Mesh(2, 2), range(4)
-    six.all(begin, six.meeting(), square, patterned(), ranks=ranks)
-    six.all(run_steps, NUM_STEPS, ranks=ranks)
-    undisturbed = six.all(facts, ranks=ranks)
-    six.all(begin, six.meeting(), square, patterned(), ranks=ranks)
-    six.call(2, plan_break, phase, 1)
-    for rank in ranks:
-        six.start(rank, break_off, 2)
-    assert six.result(2) == "Broken"
-    assert all(six.now(rank, abort_until_paused) for rank in ranks)
-    assert {six.result(rank) for rank in (0, 1, 3)} == {"GroupAborted"}
-    six.all(rebuild, six.meeting(), square, ranks=ranks)
-    six.all(run_steps, NUM_STEPS - 1, ranks=ranks)
-    assert six.all(facts, ranks=ranks) == [{**fact, "gradient_membership_id": (1, 1)} for fact in undisturbed]
+    undisturbed = facts_of_steps(six, Mesh(2, 2), patterned())
+    assert facts_after_a_break(six, Mesh(2, 2), patterned(), 2, phase) == undisturbed
 
 
 def test_the_pattern_is_part_of_what_a_run_is(tmp_path: Any) -> None:

@@ -23,9 +23,8 @@ from elastic_ring.train import passes
 from elastic_ring.train.vote import Outcome
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train.tiny_task import (
-    abort_until_paused,
+    abort_at_a_break,
     begin,
-    break_off,
     make_task,
     plan_break,
     rebuild,
@@ -139,12 +138,7 @@ def after_a_break(four: Membership, bug: Any, folder: Path) -> tuple[list[str], 
     four.all(plant, bug)
     steps = four.all(run_steps, BROKEN_STEP)[0]
     four.call(3, plan_break, "backward", BROKEN_STEP)
-    for rank in range(4):
-        four.start(rank, break_off, 1)
-    ends = {3: four.result(3)}
-    assert all(four.now(rank, abort_until_paused) for rank in range(4))
-    ends |= {rank: four.result(rank) for rank in range(3)}
-    assert sorted(ends.values()) == ["Broken"] + ["GroupAborted"] * 3
+    abort_at_a_break(four, SQUARE, 3)
     four.all(rebuild, four.meeting(), SQUARE)
     steps += four.all(run_steps, NUM_STEPS - BROKEN_STEP)[0]
     four.all(remove)

@@ -29,14 +29,11 @@ from tests.unit.train.tiny_task import (
     MODEL,
     STEP,
     RandomText,
-    abort_until_paused,
     begin,
-    break_off,
-    facts,
+    facts_after_a_break,
+    facts_of_steps,
     make_task,
     plain_training,
-    plan_break,
-    rebuild,
     run_steps,
 )
 
@@ -121,19 +118,7 @@ def test_training_two_at_a_time_is_plain_training_with_the_samples_of_one_at_a_t
 @pytest.mark.parametrize("mesh", [Mesh(1, 2), Mesh(2, 1)], ids=str)
 def test_a_step_that_breaks_off_runs_again_with_the_same_bits(pair: Membership, mesh: Mesh) -> None:
     task = make_task(step=replace(STEP, sequences_per_pass=2))
-    pair.all(begin, pair.meeting(), mesh, task)
-    pair.all(run_steps, NUM_STEPS)
-    wanted = pair.all(facts)
-    pair.all(begin, pair.meeting(), mesh, task)
-    pair.call(1, plan_break, "reduce", 1)
-    for rank in (0, 1):
-        pair.start(rank, break_off, 2)
-    assert pair.result(1) == "Broken"
-    assert all(pair.now(rank, abort_until_paused) for rank in (0, 1))
-    pair.result(0)
-    pair.all(rebuild, pair.meeting(), mesh)
-    pair.all(run_steps, NUM_STEPS - 1)
-    assert pair.all(facts) == [{**fact, "gradient_membership_id": (1, 1)} for fact in wanted]
+    assert facts_after_a_break(pair, mesh, task, 1, "reduce") == facts_of_steps(pair, mesh, task)
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from elastic_ring.state.device_sums import squared_norm
 from elastic_ring.state.header import Counters
 from elastic_ring.train import passes
 from elastic_ring.train.passes import sequence_seed
+from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.transaction import TransactionOptions
 from elastic_ring.train.vote import MustGoBack
 from tests.unit.groups.processes import Membership, membership
@@ -38,6 +39,7 @@ from tests.unit.train.tiny_task import (
     STEP,
     MaskedText,
     WithUnused,
+    abort_at_a_break,
     abort_until_paused,
     applying_when_waiting,
     ask_late,
@@ -45,6 +47,9 @@ from tests.unit.train.tiny_task import (
     break_off,
     by_its_forward,
     facts,
+    facts_after_a_break,
+    facts_after_a_rebuild,
+    facts_of_steps,
     in_parts,
     last_vote,
     limit_rows,
@@ -77,14 +82,28 @@ def four() -> Iterator[Membership]:
 @pytest.fixture(scope="module")
 def undisturbed(four: Membership) -> list[dict[str, Any]]:
     """What the ranks of the square hold after NUM_STEPS steps without a fault."""
-    four.all(begin, four.meeting(), SQUARE, make_task())
-    four.all(run_steps, NUM_STEPS)
-    return four.all(facts)
+    return facts_of_steps(four, SQUARE, make_task())
 
 
 def whole(slices: list[dict[str, Tensor]], cp: int) -> dict[str, Tensor]:
     """The weights of the first ring."""
     return {name: torch.cat([part[name] for part in slices[:cp]]) for name in slices[0]}
+
+
+def train_as_plain(
+    four: Membership, mesh: Mesh, task: TrainingTask, plain: tuple[list[float], dict[str, Tensor]]
+) -> list[tuple[str, tuple[float, ...]]]:
+    """The steps of a mesh, whose losses and weights are those of plain training."""
+    (losses, weights), ranks = plain, range(mesh.size)
+    four.all(begin, four.meeting(), mesh, task, ranks=ranks)
+    results: list[Any] = four.all(run_steps, len(losses), ranks=ranks)
+    assert all(result == results[0] for result in results)
+    assert [float.fromhex(loss) for loss, _ in results[0]] == pytest.approx(losses, rel=1e-6), mesh
+    trained = whole(four.all(own_slices, ranks=ranks), mesh.cp)
+    assert list(trained) == list(weights)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-6, msg=f"{mesh} {name}")
+    return results[0]
 
 
 # ------------------------------------------------------------ right
@@ -99,17 +118,8 @@ def whole(slices: list[dict[str, Tensor]], cp: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("mesh", [ALONE, RING, REPLICAS, SQUARE, Mesh(1, 4)], ids=str)
 def test_steps_on_a_mesh_are_those_of_plain_training(four: Membership, mesh: Mesh, settings: dict[str, Any]) -> None:
     """Three sequences on two rings: one ring has twice the tokens of the other. In a ring of four one has no expert."""
-    task, ranks = replace(make_task(), **settings), range(mesh.size)
-    four.all(begin, four.meeting(), mesh, task, ranks=ranks)
-    results = four.all(run_steps, NUM_STEPS, ranks=ranks)
-    losses, weights = plain_training(task, NUM_STEPS)
-    assert all(result == results[0] for result in results)
-    got = [float.fromhex(loss) for loss, _ in results[0]]
-    assert got == pytest.approx(losses, rel=1e-6)
-    trained = whole(four.all(own_slices, ranks=ranks), mesh.cp)
-    assert list(trained) == list(weights)
-    for name, tensor in weights.items():
-        torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-6, msg=name)
+    task = replace(make_task(), **settings)
+    train_as_plain(four, mesh, task, plain_training(task, NUM_STEPS))
 
 
 @pytest.mark.thinned(num=2)
@@ -129,19 +139,9 @@ def test_the_vote_has_the_largest_load_of_an_expert(four: Membership, mesh: Mesh
 def test_the_mean_over_tokens_that_count_is_the_same_on_every_mesh(four: Membership) -> None:
     """Slices, sequences and rings of which nothing counts among them; and a batch of which nothing does."""
     task = make_task(data=MaskedText(), step=replace(STEP, global_batch=4))
-    losses, weights = plain_training(task, 2)
-    digests = set()
-    for mesh in (ALONE, SQUARE, Mesh(4, 1), Mesh(1, 4)):
-        ranks = range(mesh.size)
-        four.all(begin, four.meeting(), mesh, task, ranks=ranks)
-        results = four.all(run_steps, 2, ranks=ranks)
-        assert all(result == results[0] for result in results)
-        assert [float.fromhex(loss) for loss, _ in results[0]] == pytest.approx(losses, rel=1e-6), mesh
-        digests.add(tuple(samples_text(samples) for _, samples in results[0]))
-        trained = whole(four.all(own_slices, ranks=ranks), mesh.cp)
-        for name, tensor in weights.items():
-            torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-6, msg=f"{mesh} {name}")
-    assert len(digests) == 1
+    plain, meshes = plain_training(task, 2), (ALONE, SQUARE, Mesh(4, 1), Mesh(1, 4))
+    steps = [train_as_plain(four, mesh, task, plain) for mesh in meshes]
+    assert len({tuple(samples_text(samples) for _, samples in results) for results in steps}) == 1
     four.all(begin, four.meeting(), SQUARE, replace(task, data=MaskedText(counts=False)))
     assert [float.fromhex(loss) for loss, _ in four.all(run_steps, 2)[0]] == [0.0, 0.0]
     assert math.isnan(four.all(validate)[0]["val_loss"])
@@ -150,17 +150,10 @@ def test_the_mean_over_tokens_that_count_is_the_same_on_every_mesh(four: Members
 
 def test_weights_that_embedding_and_head_share_stay_one_on_every_mesh(four: Membership) -> None:
     task = replace(make_task(), model=partial(Transformer, replace(MODEL, tie_embeddings=True)))
-    losses, weights = plain_training(task, 2)
-    assert "head.weight" not in weights
+    plain = plain_training(task, 2)
+    assert "head.weight" not in plain[1]
     for mesh in (ALONE, RING):
-        ranks = range(mesh.size)
-        four.all(begin, four.meeting(), mesh, task, ranks=ranks)
-        results = four.all(run_steps, 2, ranks=ranks)
-        assert [float.fromhex(loss) for loss, _ in results[0]] == pytest.approx(losses, rel=1e-6), mesh
-        trained = whole(four.all(own_slices, ranks=ranks), mesh.cp)
-        assert set(trained) == set(weights)
-        for name, tensor in weights.items():
-            torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-6, msg=f"{mesh} {name}")
+        train_as_plain(four, mesh, task, plain)
 
 
 def accuracy(model: Any, batch: Any) -> tuple[Tensor, int]:
@@ -233,52 +226,22 @@ def test_a_parameter_that_no_pass_uses_has_a_gradient_of_zero(four: Membership) 
 # ------------------------------------------------------------ broken off
 
 
-def break_the_square(four: Membership, phase: str, step: int, rank: int) -> list[str]:
-    """Run up to the break on one rank, abort all, and tell how it ended on each."""
-    four.all(begin, four.meeting(), SQUARE, make_task())
-    four.call(rank, plan_break, phase, step)
-    for other in range(4):
-        four.start(other, break_off, step + 1)
-    ends = {rank: four.result(rank)}
-    assert all(four.now(other, abort_until_paused) for other in range(4))
-    return [ends[other] if other in ends else four.result(other) for other in range(4)]
-
-
 @pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("phase", ["forward", "backward", "reduce"])
 def test_a_step_that_breaks_off_and_runs_again_gives_the_same_bits(
     four: Membership, undisturbed: list[dict[str, Any]], phase: str
 ) -> None:
-    ends = break_the_square(four, phase, 1, 2)
-    assert ends[2] == "Broken"
-    assert {ends[rank] for rank in (0, 1, 3)} == {"GroupAborted"}
-    assert all(fact["applied"] == 1 and fact["valid"] and not fact["unapplied"] for fact in four.all(facts))
-    four.all(rebuild, four.meeting(), SQUARE)
-    four.all(run_steps, NUM_STEPS - 1)
-    assert four.all(facts) == after_a_rebuild(undisturbed)
+    assert facts_after_a_break(four, SQUARE, make_task(), 2, phase) == undisturbed
 
 
 def test_a_step_that_breaks_off_in_any_exchange_of_experts_and_runs_again_gives_the_same_bits(four: Membership) -> None:
     """Of rows and of results, in forward, recomputation and backward, on each rank once; and in the sum of loads, which
     the other ranks of two rings wait in where one breaks off before it."""
     task = replace(make_task(), **SENT)
-    four.all(begin, four.meeting(), SQUARE, task)
-    four.all(run_steps, NUM_STEPS)
-    calm = four.all(facts)
+    calm = facts_of_steps(four, SQUARE, task)
     for number, phase in [*product(range(3), ("dispatch", "combine")), (0, "reduce")]:
         breaking = (2 * number + (phase == "combine")) % 4
-        four.all(begin, four.meeting(), SQUARE, task)
-        four.call(breaking, plan_break, phase, 1, number)
-        for rank in range(4):
-            four.start(rank, break_off, 2)
-        ends = {breaking: four.result(breaking)}
-        assert all(four.now(rank, abort_until_paused) for rank in range(4))
-        ends |= {rank: four.result(rank) for rank in range(4) if rank != breaking}
-        assert ends.pop(breaking) == "Broken"
-        assert set(ends.values()) == {"GroupAborted"}
-        four.all(rebuild, four.meeting(), SQUARE)
-        four.all(run_steps, NUM_STEPS - 1)
-        assert four.all(facts) == after_a_rebuild(calm), (phase, number)
+        assert facts_after_a_break(four, SQUARE, task, breaking, phase, number) == calm, (phase, number)
 
 
 @pytest.mark.slow
@@ -296,16 +259,7 @@ def test_rows_that_come_in_parts_give_the_bits_of_rows_that_come_at_once(four: M
             assert (sum(one) > 0, sum(one) % 2) == (shares == 1.0, 0)  # in forward and in recomputation
             found.append(four.all(facts, ranks=ring))
         assert found[0] == found[1]
-        four.all(begin, four.meeting(), RING, task, ranks=ring)
-        four.call(1, plan_break, "dispatch", 1, 2)
-        for rank in ring:
-            four.start(rank, break_off, 2)
-        assert four.result(1) == "Broken"
-        assert all(four.now(rank, abort_until_paused) for rank in ring)
-        assert four.result(0) == "GroupAborted"
-        four.all(rebuild, four.meeting(), RING, ranks=ring)
-        four.all(run_steps, NUM_STEPS - 1, ranks=ring)
-        assert four.all(facts, ranks=ring) == after_a_rebuild(found[0])
+        assert facts_after_a_break(four, RING, task, 1, "dispatch", 2) == found[0]
         four.all(limit_rows, 0.3)
         four.all(begin, four.meeting(), Mesh(1, 4), task)
         assert four.all(parted, NUM_STEPS) == [[6] * NUM_STEPS] * 4
@@ -320,39 +274,19 @@ def test_a_break_between_the_parts_of_a_layer_changes_no_bit_nor_do_copies_of_st
     four: Membership,
 ) -> None:
     task = replace(make_task(), **PARTS)
-    four.all(begin, four.meeting(), SQUARE, task)
-    four.all(run_steps, NUM_STEPS)
-    calm = four.all(facts)
-    four.all(begin, four.meeting(), SQUARE, task, "all")
-    four.call(2, plan_break, "backward", 1)
-    for rank in range(4):
-        four.start(rank, break_off, 2)
-    assert four.result(2) == "Broken"
-    assert all(four.now(rank, abort_until_paused) for rank in range(4))
-    assert {four.result(rank) for rank in (0, 1, 3)} == {"GroupAborted"}
-    four.all(rebuild, four.meeting(), SQUARE)
-    four.all(run_steps, NUM_STEPS - 1)
-    assert four.all(facts) == after_a_rebuild(calm)
+    calm = facts_of_steps(four, SQUARE, task)
+    assert facts_after_a_break(four, SQUARE, task, 2, "backward", cpu_offload="all") == calm
 
 
 def test_a_break_while_gradients_are_summed_over_the_rings_changes_no_bit(four: Membership) -> None:
     """Rings of one: the last layers' buckets are under way when rank 1 breaks off, and rank 0 goes on alone."""
-    task, ranks = make_task(), range(2)
-    four.all(begin, four.meeting(), REPLICAS, task, ranks=ranks)
-    four.all(run_steps, NUM_STEPS, ranks=ranks)
-    calm = four.all(facts, ranks=ranks)
-    four.all(begin, four.meeting(), REPLICAS, task, ranks=ranks)
+    calm = facts_of_steps(four, REPLICAS, make_task())
+    four.all(begin, four.meeting(), REPLICAS, make_task(), ranks=range(2))
     four.call(1, plan_break, "backward", 1, MODEL.num_layers - 1)
-    for rank in ranks:
-        four.start(rank, break_off, 2)
-    assert four.result(1) == "Broken"
-    assert all(four.now(rank, abort_until_paused) for rank in ranks)
-    assert four.result(0) == "GroupAborted"
+    abort_at_a_break(four, REPLICAS, 1)
     num_begun, num_buckets = four.call(1, sums_under_way)
     assert 0 < num_begun < num_buckets
-    four.all(rebuild, four.meeting(), REPLICAS, ranks=ranks)
-    four.all(run_steps, NUM_STEPS - 1, ranks=ranks)
-    assert four.all(facts, ranks=ranks) == after_a_rebuild(calm)
+    assert facts_after_a_rebuild(four, REPLICAS) == calm
 
 
 def test_a_ring_of_one_computes_with_the_newest_values_of_its_masters_whatever_the_loss_calls(four: Membership) -> None:
@@ -374,14 +308,7 @@ def test_state_in_host_memory_has_the_same_bits_also_in_the_module_of_another_ge
 ) -> None:
     four.all(begin, four.meeting(), SQUARE, make_task(), what)
     four.all(run_steps, 1)
-    four.all(rebuild, four.meeting(), SQUARE)
-    four.all(run_steps, NUM_STEPS - 1)
-    assert four.all(facts) == after_a_rebuild(undisturbed)
-
-
-def after_a_rebuild(expected: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same, but the last gradient was reduced in the generation after."""
-    return [{**fact, "gradient_membership_id": (1, 1)} for fact in expected]
+    assert facts_after_a_rebuild(four, SQUARE) == undisturbed
 
 
 def test_a_rank_that_misses_the_result_applies_it_later_and_only_once(
@@ -410,7 +337,7 @@ def test_a_rank_that_misses_the_result_applies_it_later_and_only_once(
     four.all(roll_forward, vote)
     assert four.all(facts) == rolled
     four.all(run_steps, NUM_STEPS - 2)
-    assert four.all(facts) == after_a_rebuild(undisturbed)
+    assert four.all(facts) == [{**fact, "gradient_membership_id": (1, 1)} for fact in undisturbed]
 
 
 def test_a_shard_whose_apply_broke_off_is_not_valid(four: Membership) -> None:

@@ -35,7 +35,7 @@ from elastic_ring.train.task import Batch, TrainingTask
 from elastic_ring.train.transaction import Transaction, TransactionOptions
 from elastic_ring.train.vote import NOTHING, Flag
 from elastic_ring.train.weights import gather_weights
-from tests.unit.groups.processes import connect
+from tests.unit.groups.processes import Membership, connect
 
 # Two layers; rows that 2 ranks share unevenly; a head that both share.
 MODEL = ModelConfig(17, 2, 16, 2, 1, 8, 23)
@@ -294,6 +294,59 @@ def own_slices(me: Any) -> dict[str, Tensor]:
 
 def weights_sha256(me: Any, folder: str, max_file_bytes: int = MAX_FILE_BYTES) -> str | None:
     return gather_weights(me.state, me.groups, Storage(folder), max_file_bytes)
+
+
+# ------------------------------------------------------------ steps that break off, on all processes of a mesh
+
+
+def facts_of_steps(members: Membership, mesh: Mesh, task: TrainingTask, num_steps: int = 3) -> list[dict[str, Any]]:
+    """What each rank holds after some steps without a fault."""
+    ranks = range(mesh.size)
+    members.all(begin, members.meeting(), mesh, task, ranks=ranks)
+    members.all(run_steps, num_steps, ranks=ranks)
+    return members.all(facts, ranks=ranks)
+
+
+def abort_at_a_break(members: Membership, mesh: Mesh, rank: int) -> None:
+    """Two steps, of which one breaks off on `rank` as planned; all others end with the abort."""
+    ranks = range(mesh.size)
+    for each in ranks:
+        members.start(each, break_off, 2)
+    ends = {rank: members.result(rank)}
+    assert all(members.now(each, abort_until_paused) for each in ranks)
+    ends |= {each: members.result(each) for each in ranks if each != rank}
+    assert ends.pop(rank) == "Broken"
+    assert set(ends.values()) == {"GroupAborted"}
+    assert all(
+        fact["applied"] == 1 and fact["valid"] and not fact["unapplied"] for fact in members.all(facts, ranks=ranks)
+    )
+
+
+def facts_after_a_rebuild(members: Membership, mesh: Mesh, num_steps: int = 2) -> list[dict[str, Any]]:
+    """What each rank holds after the steps that are left, run in the next generation; the last gradient was reduced in
+    it, which is left out of what is compared."""
+    ranks = range(mesh.size)
+    members.all(rebuild, members.meeting(), mesh, ranks=ranks)
+    members.all(run_steps, num_steps, ranks=ranks)
+    found = members.all(facts, ranks=ranks)
+    assert all(fact["gradient_membership_id"] == (1, 1) for fact in found)
+    return [{**fact, "gradient_membership_id": (1, 0)} for fact in found]
+
+
+def facts_after_a_break(
+    members: Membership,
+    mesh: Mesh,
+    task: TrainingTask,
+    rank: int,
+    phase: str,
+    num_calls_before: int = 0,
+    cpu_offload: CpuOffload = "none",
+) -> list[dict[str, Any]]:
+    """What each rank holds after three steps, of which the second breaks off on `rank` and runs again."""
+    members.all(begin, members.meeting(), mesh, task, cpu_offload, ranks=range(mesh.size))
+    members.call(rank, plan_break, phase, 1, num_calls_before)
+    abort_at_a_break(members, mesh, rank)
+    return facts_after_a_rebuild(members, mesh)
 
 
 # ------------------------------------------------------------ the same training in plain PyTorch
