@@ -74,13 +74,6 @@ def inverse_of(order: Tensor) -> Tensor:
     return torch.sort(order).indices
 
 
-def select_scores(scores: Tensor, chosen: Tensor) -> Tensor:
-    """The `scores` (T, E) of the `chosen` experts (T, k), which differ for each token. torch's own gradient would be a
-    scatter."""
-    selected: Tensor = _SelectScores.apply(scores, chosen)
-    return selected
-
-
 def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """rows[order], with a gather as its backward."""
     ordered: Tensor = _Permute.apply(rows, order, inverse)
@@ -102,7 +95,10 @@ class _Spread(torch.autograd.Function):
         return grad[back].view(-1, ctx.num_choices, grad.size(-1)).sum(1), None, None, None
 
 
-class _SelectScores(torch.autograd.Function):
+class SelectScores(torch.autograd.Function):
+    """The scores (T, E) of the chosen experts (T, k), which differ for each token. torch's own gradient would be a
+    scatter."""
+
     @staticmethod
     def forward(ctx: Any, scores: Tensor, chosen: Tensor) -> Tensor:
         ctx.save_for_backward(chosen)

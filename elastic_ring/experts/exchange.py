@@ -206,13 +206,9 @@ def cut_counts(counts: Tensor, cuts: Sequence[Cut]) -> Tensor:
     return (last.minimum(stop) - first.maximum(start)).clamp_min(0)
 
 
-def slice_experts(weight: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
-    """The experts [first, stop) of each part. The gradient of an expert in several parts is summed in their order."""
-    slices: tuple[Tensor, ...] = _SliceExperts.apply(weight, spans)
-    return slices
+class SliceExperts(torch.autograd.Function):
+    """The experts [first, stop) of each span. The gradient of an expert in several spans is summed in their order."""
 
-
-class _SliceExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
         ctx.spans, ctx.shape = spans, weight.shape
@@ -258,7 +254,7 @@ def run_experts(layer: Any, order: Order, rows: Tensor, products: Products) -> T
         return _run_on_holders(exchange, routes[0], products, list(weights), rows, *weights.values())
     pieces = rows.split([part.outgoing[rank] for rank in range(exchange.cp) for part in routes])
     spans = [part.span for part in routes]
-    of_parts = zip(*(slice_experts(weight, spans) for weight in weights.values()), strict=True)
+    of_parts = zip(*(SliceExperts.apply(weight, spans) for weight in weights.values()), strict=True)
     results = []
     for index, (part, own) in enumerate(zip(routes, of_parts, strict=True)):
         compute = partial(_run_on_holders, exchange, part, products, list(weights))
@@ -377,13 +373,6 @@ class LoadMeter:
         return (loads.amax(1) * self._nums / loads.sum(1).clamp_min(1)).amax().double()
 
 
-def with_excess(weights: Tensor, bias: Tensor, load: Tensor) -> Tensor:
-    """Returns `weights` unchanged; in backward the gradient of `bias` (E,) is the excess of `load` (E,) over an equal
-    share."""
-    same: Tensor = _Excess.apply(weights, bias, load)
-    return same
-
-
 def balancing_loss(logits: Sequence[Tensor], top_k: int, group: Group | None, num_targets: Tensor) -> Tensor:
     """A rank's part of E sum_e f_e P_e, times the targets of the whole sequence: it adds up as sums of losses do.
 
@@ -406,7 +395,10 @@ def balancing_loss(logits: Sequence[Tensor], top_k: int, group: Group | None, nu
     return num_experts * (whole[:num_experts] / rows * (shares / rows)).sum() * targets
 
 
-class _Excess(torch.autograd.Function):
+class Excess(torch.autograd.Function):
+    """(weights, bias (E,), load (E,)) to the weights, unchanged; in backward the gradient of the bias is the excess of
+    the load over an equal share."""
+
     @staticmethod
     def forward(ctx: Any, weights: Tensor, bias: Tensor, load: Tensor) -> Tensor:
         ctx.save_for_backward(load)

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_ring.attention.recomputation import Start
-from elastic_ring.experts.compute import Order, grouped_linear, select_scores
-from elastic_ring.experts.exchange import ExpertExchange, LoadMeter, run_experts, with_excess
+from elastic_ring.experts.compute import Order, SelectScores, grouped_linear
+from elastic_ring.experts.exchange import Excess, ExpertExchange, LoadMeter, run_experts
 from elastic_ring.model import liger
 from elastic_ring.model.config import ModelConfig
 
@@ -119,6 +119,6 @@ class MoE(nn.Module):
         scores = F.linear(tokens.to(wide), self.router.weight.to(wide)).sigmoid()
         chosen = (scores.detach() + self.balance_bias.detach().to(wide)).topk(self.experts_per_token, dim=-1).indices
         order = Order.of(chosen, scores.size(-1))
-        weights = select_scores(scores, chosen)
+        weights = SelectScores.apply(scores, chosen)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return order, with_excess(weights, self.balance_bias, order.load)
+        return order, Excess.apply(weights, self.balance_bias, order.load)

@@ -58,7 +58,7 @@ class Initialiser:
         shape = tuple(shape)
         if self.init_fn is not None:
             whole = torch.zeros(shape, dtype=torch.float32, device="cpu")
-            self.init_fn(name, whole, self._generator(name, shape, 0))
+            self.init_fn(name, whole, torch.Generator("cpu").manual_seed(seed_of(f"{self.seed} {name} {shape} 0")))
             return whole if rows is None else whole[rows[0] : rows[1]].clone()
         kept = shape if rows is None else (rows[1] - rows[0], *shape[1:])
         if _BIASES.search(name):
@@ -78,7 +78,8 @@ class Initialiser:
             # Draw whole blocks: torch's numbers depend on the tensor's size.
             first = block * block_rows
             drawn = torch.empty(block_rows, num_columns, dtype=torch.float32, device="cpu")
-            drawn.normal_(0.0, std, generator=self._generator(name, shape, block))
+            generator = torch.Generator("cpu").manual_seed(seed_of(f"{self.seed} {name} {shape} {block}"))
+            drawn.normal_(0.0, std, generator=generator)
             low, high = max(start, first), min(stop, first + block_rows)
             out[low - start : high - start] = drawn[low - first : high - first]
 
@@ -93,9 +94,6 @@ class Initialiser:
         with ThreadPoolExecutor(num_threads) as pool:  # drawing holds no GIL
             list(pool.map(draw, blocks))
         return out
-
-    def _generator(self, name: str, shape: tuple[int, ...], block: int) -> torch.Generator:
-        return torch.Generator(device="cpu").manual_seed(seed_of(f"{self.seed} {name} {shape} {block}"))
 
 
 def initialise_module(module: nn.Module, initialiser: Initialiser) -> None:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import resource
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,9 +22,6 @@ from torch.utils.checkpoint import checkpoint
 CONTEXT_HAS_NO_ROOM = "out of memory"
 CPU_ALLOCATOR_SAYS = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 MAX_CHARS = 400
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_STATM = Path("/proc/self/statm")
-_DATA_FIELD = 5
 CHUNK_DIVISOR = 8
 
 
@@ -97,8 +92,7 @@ class MemoryGauge:
         if device.type == "cpu":
             limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
             if limit not in (resource.RLIM_INFINITY, 0):
-                data_bytes = int(_STATM.read_text().split()[_DATA_FIELD]) * _PAGE_BYTES
-                self._share = max(self._share, data_bytes / limit)
+                self._share = max(self._share, psutil.Process().memory_info().data / limit)
 
     def share(self, device: torch.device) -> float:
         """The share used in this step so far, from 0 to about 1; 0 where nothing limits the device."""

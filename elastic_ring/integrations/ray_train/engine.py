@@ -101,6 +101,7 @@ class Zero3Engine:
             model=model, config=config, dist_init_required=False, model_parameters=groups, optimizer=optimizer
         )
         self.module: nn.Module = self._engine  # its forward calls the module's between DeepSpeed's hooks
+        self._named: list[tuple[str, Any]] = sorted(self._engine.module.named_parameters())
         self._skips = False
         self._clip_norm = self._engine.optimizer.clip_grad
         self._engine.optimizer._overflow_check_and_loss_scale_update = self._is_skipped
@@ -152,7 +153,7 @@ class Zero3Engine:
 
         self._engine.set_gradient_accumulation_boundary(is_boundary=True)
         self.backward(loss)
-        trained = [param for _, param in self._named() if param.requires_grad]
+        trained = [param for _, param in self._named if param.requires_grad]
         gradients = [safe_get_local_grad(param).detach().reshape(-1).double() for param in trained]
         self._engine.optimizer._overflow_clean_up(self._engine.optimizer.loss_scale)
         self._engine.set_gradient_accumulation_boundary(is_boundary=None)
@@ -281,16 +282,13 @@ class Zero3Engine:
         """(name, fp32 tensor on the CPU) of every parameter in name order, one at a time. Collective."""
         from deepspeed.utils import safe_get_full_fp32_param
 
-        for name, param in self._named():
+        for name, param in self._named:
             yield name, safe_get_full_fp32_param(param).detach().reshape(param.ds_shape).float().cpu()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The unsharded shape of every parameter, in name order."""
-        return {name: tuple(param.ds_shape) for name, param in self._named()}
-
-    def _named(self) -> list[tuple[str, Any]]:
-        return sorted(self._engine.module.named_parameters())
+        return {name: tuple(param.ds_shape) for name, param in self._named}
 
 
 def write_weights(engine: Zero3Engine, storage: Storage | None, max_file_bytes: int = MAX_FILE_BYTES) -> str:

@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 
 FOLDER = "TORCH_EXTENSIONS_DIR"
 LOCK = "lock"
-SHARED_MEMORY = "deepspeed_shm_comm"
 ASYNC_IO = ("pin_memory", "async_io")
 """The operators of NVMe offload."""
 BLOCK_BYTES = 4096
@@ -87,13 +86,6 @@ def load_async_io(folder: Path) -> None:
         raise ValueError(f"DeepSpeed's operator {builder.name} cannot be built in {folder}: {error}") from error
     if not built:
         log.info("built in %.0f s", time.monotonic() - begun_s)
-
-
-def without_shared_memory() -> None:
-    """Keep DeepSpeed from compiling its shared-memory all-reduce, which takes minutes and which ZeRO does not call."""
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ failure. Or they come from a shard of a Ray dataset, in its order; a new worker 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,11 +76,8 @@ class Rings:
         )
         return batch_of(piece, attention, self.device)
 
-    def total(self, *values: float) -> list[float]:
-        """The sums over all ranks, in fp64. Collective."""
-        return self.add(torch.tensor(values, dtype=torch.float64)).tolist()
-
     def add(self, values: Tensor) -> Tensor:
+        """The sums over all ranks. Collective."""
         summed = values.to(self.device)
         dist.all_reduce(summed)
         return summed
@@ -176,6 +173,7 @@ class DatasetFeed:
         self._each, self._rings = global_batch // size, rings
         self._samples = packed(_documents(shard, vocab_size), rings.layout.seq_len, end_of_document)
         self.source = DatasetRows(rings.layout.seq_len, vocab_size)
+        self.sample_ids: Callable[[int], Sequence[int]] = lambda step: ()
 
     def slices(self, step: int) -> list[Slice]:
         mesh, layout, coordinate = self._rings.mesh, self._rings.layout, self._rings.coordinate
@@ -188,9 +186,6 @@ class DatasetFeed:
                     slice_sample(sample, layout, coordinate.cp_rank, sample_id=sample_id, index_in_batch=index)
                 )
         return slices
-
-    def sample_ids(self, step: int) -> Sequence[int]:
-        return ()
 
     def close(self) -> None:
         """Nothing is held: Ray Data ends with the worker group."""

@@ -147,8 +147,10 @@ class Zero3Trainer:
         """
         ops.check_installed()
         check_lasting(self._run.driver_folder)
-        if (finished := self._finished()) is not None:
-            return finished
+        storage_uri = self._run.storage_uri if self._run.is_remote else ""
+        summary = self._finished()
+        if summary is not None:
+            return Result(summary, self._run.driver_folder, storage_uri=storage_uri)
         self._check()
         write_json(self._run.driver_folder / CONFIG_NAME, self._config())
         for name, text in self.config_files.items():
@@ -157,7 +159,7 @@ class Zero3Trainer:
         each = (self.scaling_config.resources_per_worker or {}).get("CPU", 1.0)
         num_cpus = max(1, math.ceil(each * self.num_workers[1])) + (0 if self.dataset is None else DATA_CPUS)
         with cluster(num_cpus, self._run.timeouts.lease_s):
-            return self._fit()
+            return Result(self._fit(), self._run.driver_folder, storage_uri=storage_uri)
 
     # ------------------------------------------------------------ before workers start
 
@@ -209,8 +211,8 @@ class Zero3Trainer:
             "versions": {**versions(self.device), "deepspeed": version("deepspeed")},
         }
 
-    def _finished(self) -> Result | None:
-        """The result of an earlier submission that has all steps. Raises ValueError if its settings differ."""
+    def _finished(self) -> dict[str, object] | None:
+        """The summary of an earlier submission that has all steps. Raises ValueError if its settings differ."""
         folder = self._run.driver_folder
         record = read_record(folder)
         if record is None:
@@ -223,11 +225,12 @@ class Zero3Trainer:
             return None
         refuse(decide_submission(ExistingRun(is_whole=True, has_weights=has_weights(self._run)), request))
         log.info("run %s is finished already; its summary is in %s", self._run.name, folder)
-        return self._result(summary)
+        return summary
 
     # ------------------------------------------------------------ the run
 
-    def _fit(self) -> Result:
+    def _fit(self) -> dict[str, object]:
+        """Train with Ray Train; returns the summary."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         keeper: Any = ray.remote(num_cpus=0)(Records).options(scheduling_strategy=here)
         records = keeper.remote(self._run.driver_folder)
@@ -272,11 +275,7 @@ class Zero3Trainer:
         if failure is not None:
             raise RunFailed(failure.message, **failure.facts) if isinstance(failure, ModelRefused) else failure
         log.info("Ray Train's folder is %s", result.path)
-        return self._result(summary_of(self._run.driver_folder, self._identity.digest))
-
-    def _result(self, summary: dict[str, Any]) -> Result:
-        uri = self._run.storage_uri if self._run.is_remote else ""
-        return Result(summary, self._run.driver_folder, storage_uri=uri)
+        return summary_of(self._run.driver_folder, self._identity.digest)
 
 
 def _check_dataset(data: object, dataset: object, vocab_size: int | None, end_of_document: int | None) -> None:

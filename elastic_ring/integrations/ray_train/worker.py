@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 
 STATE = "elastic_ring.json"
 DATASET = "train"
+SHARED_MEMORY = "deepspeed_shm_comm"
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class Zero3Worker:
 
     def __init__(self, job: Job) -> None:
         """Collective; begins at Ray Train's last checkpoint if there is one."""
+        import deepspeed.ops
+
         self.job, self.task = job, job.task
         context = ray.train.get_context()
         self.rank, self.size = context.get_world_rank(), context.get_world_size()
@@ -114,7 +117,8 @@ class Zero3Worker:
             torch.cuda.set_device(self.device)
             be_deterministic(self.task)
         keep_caches_private()
-        ops.without_shared_memory()
+        # DeepSpeed would compile its shared-memory all-reduce for minutes, and ZeRO does not call it.
+        deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False
         if job.zero.uses_nvme:
             ops.load_async_io(ops.extensions_folder())
         self.rings = Rings(self.task, self.mesh, self.device)
@@ -174,7 +178,8 @@ class Zero3Worker:
         begun_s = time.monotonic()
         slices = self.feed.slices(step)
         targets = sum(piece.num_targets for piece in slices)
-        num_tokens, *samples = self.rings.total(targets, *consumed_digest(step, slices))
+        counts = torch.tensor([targets, *consumed_digest(step, slices)], dtype=torch.float64)
+        num_tokens, *samples = self.rings.add(counts).tolist()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         rate = learning_rate(step, self.task.optim, self.task.lr_schedule)
         for number, piece in enumerate(slices, start=1):

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from elastic_ring.config import StepConfig
 from elastic_ring.data.tokenizer import FAST
-from elastic_ring.files import check_model_links, plain_json, read_small
+from elastic_ring.files import plain_json, read_small
 from elastic_ring.integrations.transformers.module import TracedRing, class_of
 from elastic_ring.model.config import KNOWN_TYPES
 
@@ -28,15 +28,6 @@ ABSOLUTE = {
 }
 """Model types that see a token's absolute position in any context."""
 NO_RESTART = "positions do not restart at packed documents"
-
-
-def read_config(folder: Path) -> dict[str, object]:
-    """The content of a folder's config.json. Raises ValueError."""
-    check_model_links(folder)
-    config: dict[str, object] = read_object(folder / "config.json", "give a model folder as save_pretrained writes it")
-    if "model_type" not in config:
-        raise ValueError(f"{folder / 'config.json'} has no model_type: give the config of a transformers model")
-    return config
 
 
 def read_object(path: Path, way_out: str) -> Any:

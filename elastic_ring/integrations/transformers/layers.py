@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ring.experts.compute import Order, grouped_linear
-from elastic_ring.experts.exchange import balancing_loss, run_experts
+from elastic_ring.experts.exchange import run_experts
 from elastic_ring.model import liger
 
 NOISE = ("router_jitter_noise", "input_jitter_noise")
@@ -72,12 +72,6 @@ def _linear(module: Any, weights: Mapping[str, Tensor], name: str, rows: Tensor,
 def has_balancing_loss(config: Any) -> bool:
     """Whether transformers would add one to the loss."""
     return bool(getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0))
-
-
-def balancing(config: Any, logits: Any, attention: Any, num_targets: Tensor) -> Tensor:
-    """This rank's part of the balancing loss, with the config's coefficient."""
-    part = balancing_loss(tuple(logits), top_k_of(config), getattr(attention, "group", None), num_targets)
-    return float(config.router_aux_loss_coef) * part
 
 
 def top_k_of(config: Any) -> int:

@@ -224,11 +224,6 @@ class TrainedAdapters:
         lora = Lora(int(options["r"]), float(options["alpha"]), tuple(map(str, options["target"])))
         return cls(lora, dict(record["config"]), str(record["folder"]), str(record["weights"]))
 
-    def model(self) -> Any:
-        """With adapters, on the meta device. Raises ValueError without peft."""
-        check_peft()
-        return empty(self.config, self.lora)
-
 
 def write_adapters(weights: Weights, trained: TrainedAdapters, out: Path, dtype: torch.dtype) -> tuple[int, int]:
     """Write the folder that `peft.PeftModel.from_pretrained` loads; returns (tensors, bytes).
@@ -238,7 +233,7 @@ def write_adapters(weights: Weights, trained: TrainedAdapters, out: Path, dtype:
     check_peft()
     from peft import get_peft_model
 
-    _check_names(weights, trained.model())
+    _check_names(weights, empty(trained.config, trained.lora))
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that will go
         base = build(config_of(dict(trained.config)))
@@ -273,7 +268,8 @@ class MergedWeights:
     @classmethod
     def open(cls, adapters: Weights, trained: TrainedAdapters) -> MergedWeights:
         """Raises ValueError where the base is missing or another one, or the adapters are not those of the run."""
-        model = trained.model()
+        check_peft()
+        model = empty(trained.config, trained.lora)
         _check_names(adapters, model)
         with torch.device("meta"):
             plain = build(config_of(dict(trained.config)))

@@ -21,14 +21,14 @@ from elastic_ring.config import StepConfig
 from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.source import PreparedTokens
 from elastic_ring.data.tokenizer import FAST, folder_digest
-from elastic_ring.files import few, shown_url
+from elastic_ring.files import check_model_links, few, shown_url
 from elastic_ring.integrations.transformers.checks import (
     check_config,
     check_module,
     check_step,
     check_tokenizer,
     config_of,
-    read_config,
+    read_object,
     trace,
 )
 from elastic_ring.integrations.transformers.layers import (
@@ -255,7 +255,12 @@ def ring_model(
         raise ValueError(f"loss_chunk_tokens={loss_chunk_tokens}: must be at least 1")
     adapters = Lora.parse(lora) if isinstance(lora, str) else lora
     folder = Path(source).expanduser().absolute() if isinstance(source, str | Path) else None
-    config: Any = read_config(folder) if folder is not None else source
+    config: Any = source
+    if folder is not None:
+        check_model_links(folder)
+        config = read_object(folder / "config.json", "give a model folder as save_pretrained writes it")
+        if "model_type" not in config:
+            raise ValueError(f"{folder / 'config.json'} has no model_type: give the config of a transformers model")
     plain = dict(config) if isinstance(config, Mapping) else config.to_dict()
     plain.pop("_name_or_path", None)  # where it was loaded from, which is not what it is
     ring = RingModel(
@@ -292,7 +297,11 @@ def _with_weights(ring: RingModel, folder: Path, model: Any, adapters: Lora | No
         log.warning("%s has a config and no weights: first values are drawn from the seed", folder)
         return ring
     fitted = stored.fitted(model, stored_names(model, stored.files))
-    buffers = {name: tuple(value.flatten().tolist()) for name, value in fitted.buffers(model).items()}
+    buffers = {  # experts' correction biases and the like, where the folder stores them
+        name: tuple(fitted.tensor(name, tuple(buffer.shape)).to(buffer.dtype).flatten().tolist())
+        for name, buffer in model.named_buffers()
+        if fitted.aliases.get(name, name) in fitted.files
+    }
     if buffers:
         log.info("%s: %s stay as they are in the folder; nothing trains them", folder, few([*buffers], 3))
     if adapters is not None:

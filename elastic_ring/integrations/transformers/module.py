@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from elastic_ring.attention.layers import of_layer
 from elastic_ring.attention.plan.traffic import carries_latents
+from elastic_ring.experts.exchange import balancing_loss
 from elastic_ring.integrations.transformers import layers
 from elastic_ring.model.config import KNOWN_TYPES
 from elastic_ring.model.loss import chunked_cross_entropy
@@ -189,7 +190,9 @@ def _ring_class(base: Any) -> Any:
             softcap=cap,
         )
         if balances:
-            loss = loss + layers.balancing(self.config, output.router_logits, attention, num_targets)
+            logits, top_k = tuple(output.router_logits), layers.top_k_of(self.config)
+            balance = balancing_loss(logits, top_k, getattr(attention, "group", None), num_targets)
+            loss = loss + float(self.config.router_aux_loss_coef) * balance
         return loss, num_targets
 
     # Under the base's own module: transformers takes classes of other modules for custom code.

@@ -169,14 +169,6 @@ class FolderWeights:
             )
         return replace(self, aliases=aliases, pieces=pieces)
 
-    def buffers(self, model: nn.Module) -> dict[str, Tensor]:
-        """The buffers of `model` that are stored here, whole: experts' correction biases and the like."""
-        return {
-            name: self.tensor(name, tuple(buffer.shape)).to(buffer.dtype)
-            for name, buffer in model.named_buffers()
-            if self.aliases.get(name, name) in self.files
-        }
-
     def __repr__(self) -> str:
         return f"FolderWeights({self.digest})"
 

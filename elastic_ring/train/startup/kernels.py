@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +129,11 @@ class KernelAgreement:
 
     def __init__(self, task: TrainingTask, kind: str, cache_dir: Path | None) -> None:
         self._task, self._device, self._cache_dir = task, torch.device(kind), cache_dir
-        self._shapes: tuple[tuple[int, int, int], ...] = ()
         self._own: Names = ()
 
     def look(self, shapes: tuple[tuple[int, int, int], ...]) -> None:
         """Choose the kernels for attention of these `shapes`."""
-        self._shapes = shapes
+        self._find = partial(kernels_of, shapes=shapes, device=self._device, cache_dir=self._cache_dir)
         self._own = self._find(self._task)
 
     def settle(self, task: TrainingTask, world: Any, holds: bool) -> TrainingTask:
@@ -147,9 +147,6 @@ class KernelAgreement:
         own = self._own if holds else self._find(task)
         task, self._own = agree(task, gather_rows(world, own, holds), own, self._find)
         return task
-
-    def _find(self, task: TrainingTask) -> Names:
-        return kernels_of(task, self._shapes, self._device, self._cache_dir)
 
 
 def _describe(rows: Sequence[tuple[bool, Names]]) -> str:

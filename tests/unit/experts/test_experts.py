@@ -15,7 +15,7 @@ from torch import Tensor
 from elastic_ring.config import ScalingConfig, StepConfig, check_together
 from elastic_ring.experts import compute
 from elastic_ring.experts.compute import Order, grouped_linear, product_kind
-from elastic_ring.experts.exchange import Cut, all_parts, cut_counts, slice_experts
+from elastic_ring.experts.exchange import Cut, SliceExperts, all_parts, cut_counts
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.feed_forward import MoE
 from elastic_ring.model.init import Initialiser, initialise_module
@@ -179,6 +179,6 @@ def test_parts_have_whole_experts_where_they_fit_and_cuts_of_those_that_do_not()
     spans = [(ranks[1][0].expert, ranks[1][-1].expert + 1) for ranks in parts]
     assert spans == [(0, 1), (0, 1), (0, 2)]
     given = [torch.randn(stop - first, 2) for first, stop in spans]
-    (found,) = torch.autograd.grad(slice_experts(weight, spans), weight, given)
+    (found,) = torch.autograd.grad(SliceExperts.apply(weight, spans), weight, given)
     assert torch.equal(found[:2], torch.stack([given[0][0] + given[1][0] + given[2][0], given[2][1]]))
     assert not found[2].any()

@@ -16,12 +16,13 @@ import math
 import sys
 from functools import partial
 from pathlib import Path
+import deepspeed.ops
 import torch
 import torch.distributed as dist
 from elastic_ring.cli.settings import parse
 from elastic_ring.cli.train import build
 from elastic_ring.data.source import open_source
-from elastic_ring.integrations.ray_train import Zero3Config, ops
+from elastic_ring.integrations.ray_train import Zero3Config
 from elastic_ring.integrations.ray_train.engine import Zero3Engine
 from elastic_ring.integrations.ray_train.rings import DatasetRows, Rings
 from elastic_ring.integrations.ray_train.settings import deepspeed_config
@@ -30,7 +31,7 @@ from elastic_ring.train.startup.check import ModelRefused
 from tests.unit.train.test_check import blind_loss
 
 dist.init_process_group("gloo")
-ops.without_shared_memory()
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 SIZES = ["--model.num-layers=2", "--model.width=36", "--model.num-heads=2", "--model.num-kv-heads=2",
          "--model.head-dim=18", "--model.ffn-width=63", "--context=64", "--global-batch=2", "--optim.clip-norm=1e9"]
 
