@@ -373,7 +373,7 @@ def test_folders_and_options_that_mean_nothing_are_refused(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"config\.json: cannot be read"):
         ring_model(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="has no model_type"):
+    with pytest.raises(ValueError, match="is no object; give a model folder"):
         ring_model(tmp_path)
     with pytest.raises(ValueError, match="windows='some': must be one of exact, blocks, dense"):
         ring_model(FAMILIES["mistral"](), windows="some")  # type: ignore[arg-type]
