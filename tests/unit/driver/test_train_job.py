@@ -156,7 +156,7 @@ def test_a_model_folder_that_cannot_be_is_refused_before_a_cluster_is_joined(is_
     flags = ["--model-folder", str(tmp_path), "--dp", "1", "--cp", "1", "--run-dir", str(tmp_path / "run")]
     (tmp_path / "config.json").mkdir()
     assert train.main(flags) == 2
-    assert "its config.json cannot be read" in capsys.readouterr().err
+    assert "config.json: cannot be read" in capsys.readouterr().err
     (tmp_path / "config.json").rmdir()
     if not is_local:  # a Ray of its own is started beside the model
         (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
