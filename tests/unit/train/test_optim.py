@@ -148,21 +148,6 @@ def test_a_bias_that_balances_moves_by_the_same_step_whatever_the_size_of_its_gr
         check_own_optimizer(task)
 
 
-def test_a_step_on_shards_is_bitwise_the_step_on_the_whole() -> None:
-    torch.manual_seed(0)
-    whole, grad = torch.randn(7, 5), torch.randn(7, 5)
-    pieces = [whole[:3].clone(), whole[3:].clone()]
-    ndims = {"matrix": 2}
-    for tensors, grads in (([whole], [grad]), (pieces[:1], [grad[:3]]), (pieces[1:], [grad[3:]])):
-        optimizer = make_optimizer([("matrix", tensors[0])], CONFIG, ndims)
-        for step in range(3):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, CONFIG)
-            tensors[0].grad = grads[0].clone()
-            optimizer.step()
-    assert torch.equal(torch.cat(pieces), whole)
-
-
 Named = list[tuple[str, torch.Tensor]]
 
 
@@ -173,11 +158,12 @@ def tensors_of(named: Named) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "make",
     [
+        lambda named: make_optimizer(named, CONFIG, {name: 2 for name, _ in named}),
         lambda named: torch.optim.SGD(tensors_of(named), lr=0.1, momentum=0.9, nesterov=True),
         lambda named: torch.optim.RMSprop(tensors_of(named), lr=0.1),
         lambda named: torch.optim.Adagrad(tensors_of(named), lr=0.1),
     ],
-    ids=["SGD", "RMSprop", "Adagrad"],
+    ids=["AdamW", "SGD", "RMSprop", "Adagrad"],
 )
 def test_an_elementwise_optimizer_gives_on_shards_the_bits_of_the_whole(make: Any) -> None:
     torch.manual_seed(0)

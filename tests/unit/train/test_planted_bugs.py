@@ -45,32 +45,28 @@ def four() -> Iterator[Membership]:
 # ------------------------------------------------------------ the bugs, each in the process that calls `plant`
 
 
-def dropped_batch(me: Any) -> AbstractContextManager[Any]:
-    """On the first step after a break each ring leaves its last sequence out."""
-    share, dropped = passes.share, []
+def change_share(me: Any, change: Any) -> AbstractContextManager[Any]:
+    """On the first step after a break each ring has another share."""
+    share, changed = passes.share, []
 
     def planted(*args: Any) -> Any:
         mine = share(*args)
-        if me.membership_id == (1, 1) and not dropped:
-            dropped.append(True)
-            return mine[:-1]
+        if me.membership_id == (1, 1) and not changed:
+            changed.append(True)
+            return change(mine)
         return mine
 
     return mock.patch.object(passes, "share", planted)
+
+
+def dropped_batch(me: Any) -> AbstractContextManager[Any]:
+    """Each ring leaves its last sequence out."""
+    return change_share(me, lambda mine: mine[:-1])
 
 
 def repeated_sequence(me: Any) -> AbstractContextManager[Any]:
-    """On the first step after a break each ring takes its first sequence in place of its last: the count is right."""
-    share, repeated = passes.share, []
-
-    def planted(*args: Any) -> Any:
-        mine = share(*args)
-        if me.membership_id == (1, 1) and not repeated:
-            repeated.append(True)
-            return (*mine[:-1], (mine[-1][0], mine[0][1])) if len(mine) > 1 else mine
-        return mine
-
-    return mock.patch.object(passes, "share", planted)
+    """Each ring takes its first sequence in place of its last: the count is right."""
+    return change_share(me, lambda mine: (*mine[:-1], (mine[-1][0], mine[0][1])) if len(mine) > 1 else mine)
 
 
 def wrong_count(me: Any) -> AbstractContextManager[Any]:

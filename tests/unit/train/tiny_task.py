@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -168,17 +170,24 @@ def rebuild(me: Any, where: Rendezvous, mesh: Mesh, *, keep: bool = True) -> Non
     me.state.enter(me.groups, me.membership_id, keep=keep)
 
 
-def run_steps(me: Any, num_steps: int) -> list[tuple[str, tuple[float, ...]]]:
-    """(loss, digest of the samples) of each step. Whatever ends it, the training thread is paused after."""
+@contextmanager
+def training(me: Any) -> Iterator[None]:
+    """Whatever ends it, the training thread is paused after."""
     me.paused.clear()
-    results = []
     try:
         with translated(me.connector):
-            for _ in range(num_steps):
-                outcome, _ = me.state.run(me.state.applied, boundary=False)
-                results.append((outcome.loss.hex(), outcome.samples))
+            yield
     finally:
         me.paused.set()
+
+
+def run_steps(me: Any, num_steps: int) -> list[tuple[str, tuple[float, ...]]]:
+    """(loss, digest of the samples) of each step."""
+    results = []
+    with training(me):
+        for _ in range(num_steps):
+            outcome, _ = me.state.run(me.state.applied, boundary=False)
+            results.append((outcome.loss.hex(), outcome.samples))
     return results
 
 
@@ -194,12 +203,8 @@ def parted(me: Any, num_steps: int) -> list[int]:
 
 def loads_of_a_step(me: Any) -> tuple[float, float]:
     """The largest load of an expert that one step's vote has, and the most tokens too many that a bias was told of."""
-    me.paused.clear()
-    try:
-        with translated(me.connector):
-            outcome, _ = me.state.run(me.state.applied, boundary=False)
-    finally:
-        me.paused.set()
+    with training(me):
+        outcome, _ = me.state.run(me.state.applied, boundary=False)
     excess = me.state.held.gradient.counts / outcome.scale(me.state.task.optim.clip_norm)
     return outcome.expert_load, float(excess.max()) if excess.numel() else 0.0
 
@@ -214,21 +219,14 @@ def applying_when_waiting(me: Any) -> list[bool]:
 
 def ask_late(me: Any) -> tuple[bool, bool]:
     """(copying, checkpoint missed) of a step in which both are busy until its gradients are summed."""
-    me.paused.clear()
-    try:
-        with translated(me.connector):
-            step = me.state.applied
+    step = me.state.applied
 
-            def busy() -> bool:
-                return bool(me.state.held.gradient.step != step)
+    def flags() -> Flag:
+        is_busy = me.state.held.gradient.step != step
+        return Flag.DUE | (Flag.BUSY | Flag.COPYING if is_busy else NOTHING)
 
-            outcome, _ = me.state.run(
-                step,
-                boundary=False,
-                flags=lambda: Flag.DUE | (Flag.BUSY | Flag.COPYING if busy() else NOTHING),
-            )
-    finally:
-        me.paused.set()
+    with training(me):
+        outcome, _ = me.state.run(step, boundary=False, flags=flags)
     return outcome.copying, outcome.checkpoint_missed
 
 
