@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from elastic_ring.cli.data_settings import data_flag, data_source, prepared_data, validation_sets
 from elastic_ring.cli.schedule import with_rates
@@ -30,8 +30,9 @@ from elastic_ring.files import shown_url
 from elastic_ring.model.config import ModelConfig, active_parameters, num_parameters
 from elastic_ring.monitor.goodput import seen_of
 from elastic_ring.monitor.json_files import readable_json
-from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME, read_metrics
+from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME, SummaryFile
 from elastic_ring.monitor.report import forecast_line, goodput_line
+from elastic_ring.monitor.step_table import StepTable
 from elastic_ring.validation import from_plain
 
 if TYPE_CHECKING:
@@ -415,12 +416,12 @@ def _train(settings: TrainSettings, trainer: ElasticRingTrainer) -> int:
         f"{summary['steps']} steps, loss {first:.3f} -> {last:.3f}, {len(summary['recoveries'])} "
         f"{'recovery' if len(summary['recoveries']) == 1 else 'recoveries'}, "
         f"{kept}{changed}\n"
-        f"{goodput_line(summary)}\n"
+        f"{goodput_line(cast(SummaryFile, summary))}\n"
         f"weights {summary['weights_sha256'][:16]}, samples {samples}; all of it in "
         f"{settings.run.storage_uri}"
     )
-    lines = read_metrics(result.path)
-    seen = seen_of([line["step_s"] for line in lines], summary)
+    with StepTable.load(result.path / METRICS_NAME) as table:
+        seen, newest = seen_of(table.step_times_s(), summary), table.newest(1)
     planned = forecast_on_record(result.path)
     if line := forecast_line(int(planned.get("gpu_bytes", 0)), int(seen.get("gpu_bytes", 0))):
         print(f"GPU memory: {line}")
@@ -433,7 +434,7 @@ def _train(settings: TrainSettings, trainer: ElasticRingTrainer) -> int:
         )  # fewer where a callback stopped the run
         try:
             now = training_terms(trained, settings.scaling.mesh, settings.scaling.device, trainer.measured_on)
-            print(predicted.compare(now, seen["step_s"], lines[-1].get("val_loss")))
+            print(predicted.compare(now, seen["step_s"], newest[-1].get("val_loss")))
         except (ValueError, StorageFailed) as error:  # the run has ended well, and its data may be gone since
             logging.warning("not compared with what the search predicted: %s", error)
     if summary["skipped_steps"] == summary["steps"]:

@@ -28,34 +28,23 @@ class Goodput:
     def __init__(
         self,
         start_s: float,
-        step_times_s: Mapping[int, float] | None = None,
+        kept_s: float = 0.0,
         lost_s: Mapping[str, float] | None = None,
     ) -> None:
-        """`lost_s`: as an earlier coordinator counted it."""
-        self._start_s, self.lost = start_s, LossLedger(lost_s)
-        self._kept_s: dict[int, float] = dict(step_times_s or {})
-        self.kept_s = math.fsum(self._kept_s.values())
-        """Time of the steps that stayed committed."""
+        """`kept_s`, of the steps that stayed committed, and `lost_s`: as an earlier coordinator counted them."""
+        self._start_s, self.kept_s, self.lost = start_s, kept_s, LossLedger(lost_s)
 
     def total_s(self, now_s: float) -> float:
         """Time since the start."""
         return max(0.0, now_s - self._start_s)
 
-    def committed(self, step: int, step_s: float) -> None:
-        """`step` took `step_s` in the attempt that was committed; failed attempts count as lost time."""
-        self.kept_s += step_s - self._kept_s.get(step, 0.0)
-        self._kept_s[step] = step_s
+    def committed(self, step_s: float) -> None:
+        """A step took `step_s` in the attempt that was committed; failed attempts count as lost time."""
+        self.kept_s += step_s
 
-    def undone(self, first_step: int) -> int:
-        """Remove `first_step` and all later steps; returns how many committed steps that undid."""
-        undone = [step for step in self._kept_s if step >= first_step]
-        for step in undone:
-            self.kept_s -= self._kept_s.pop(step)
-        return len(undone)
-
-    def undone_s(self, first_step: int) -> float:
-        """Time of `first_step` and of all later steps."""
-        return math.fsum(s for step, s in self._kept_s.items() if step >= first_step)
+    def undone(self, steps_s: float) -> None:
+        """Committed steps that took `steps_s` are to run again."""
+        self.kept_s = max(0.0, self.kept_s - steps_s)
 
     def ratio(self, now_s: float) -> float:
         """Goodput at `now_s`, between 0 and 1; 0 before any time has passed."""

@@ -73,13 +73,14 @@ class Journal:
         self._writer = ""  # of the next line, if it is the first one
         self._lock = threading.Lock()
 
-    def open(self) -> Journal:
-        """Create the file, or truncate an incomplete last line of a crashed writer. Raises: JournalDamaged."""
+    def open(self, after: Place | None = None) -> Journal:
+        """Create the file, or truncate an incomplete last line of a crashed writer. The lines before `after`, if given,
+        are read already. Raises: JournalDamaged."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         created, whole_bytes = not self.path.exists(), 0
         if not created:
             with opened(self.path) as file:
-                whole_bytes, self._link = _end_of(file, self.path)
+                whole_bytes, self._link = _end_of(file, self.path, after or Place())
         fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if not created and _is_torn(fd, whole_bytes):
             os.ftruncate(fd, whole_bytes)
@@ -89,7 +90,7 @@ class Journal:
         self._fd, self._writer = fd, secrets.token_hex(4)
         return self
 
-    def append(self, record: dict[str, Any], *, sync: bool = True) -> None:
+    def append(self, record: dict[str, Any], *, sync: bool = True) -> Line:
         """Write one line; with `durable` and `sync`, it and all lines before it are on disk when this returns.
 
         If the disk takes only a part of the line, the rest is tried as often as a whole line. Raises: StorageFailed
@@ -98,9 +99,9 @@ class Journal:
         assert self._fd is not None, "Journal.append before open"
         fd = self._fd
         with self._lock:
-            self._write(fd, record, sync)
+            return self._write(fd, record, sync)
 
-    def _write(self, fd: int, record: Mapping[str, Any], sync: bool) -> None:
+    def _write(self, fd: int, record: dict[str, Any], sync: bool) -> Line:
         line, self._link = chained(record, self._link, self._writer)
         self._writer, rest = "", memoryview(line)
         end_bytes = -1  # of the part that is written
@@ -125,6 +126,7 @@ class Journal:
                 "submit the run again",
                 path=str(self.path),
             ) from error
+        return Line(record, end_bytes - len(line), Place(end_bytes, self._link))
 
     def sync(self) -> None:
         """All lines are on disk when this returns."""
@@ -150,7 +152,22 @@ class Link(NamedTuple):
     crc: int = 0
 
 
-def chained(record: Mapping[str, Any], link: Link, writer: str = "") -> tuple[bytes, Link]:
+class Place(NamedTuple):
+    """The end of a line in its file, and the link of the line after it."""
+
+    end_bytes: int = 0
+    link: Link = Link()
+
+
+class Line(NamedTuple):
+    """A record, where its line begins, and the place after it; `after.link.crc` is the line's checksum."""
+
+    record: dict[str, Any]
+    start_bytes: int
+    after: Place
+
+
+def chained(record: Mapping[str, object], link: Link, writer: str = "") -> tuple[bytes, Link]:
     """The line of a record that is not empty at `link`, and the link of the line after it.
 
     A line ends with its number, the checksum of the line before it and its own; the first one names the format.
@@ -192,8 +209,8 @@ def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     if not os.path.exists(path):
         return
     with opened(path) as file:
-        for record, _ in _Lines(file, path):
-            yield record
+        for line in Lines(file, path):
+            yield line.record
 
 
 def opened(path: str | os.PathLike[str]) -> BinaryIO:
@@ -211,8 +228,8 @@ def opened(path: str | os.PathLike[str]) -> BinaryIO:
 
 def parse(data: bytes, name: str) -> Iterator[dict[str, Any]]:
     """The records in a journal's bytes; as `read`, whose errors say `name` instead of a path."""
-    for record, _ in _Lines(io.BytesIO(data), name):
-        yield record
+    for line in Lines(io.BytesIO(data), name):
+        yield line.record
 
 
 def salvage(data: bytes) -> tuple[list[dict[str, Any]], list[Flaw]]:
@@ -221,7 +238,7 @@ def salvage(data: bytes) -> tuple[list[dict[str, Any]], list[Flaw]]:
     An incomplete last line is neither. Raises OtherFormat.
     """
     flaws: list[Flaw] = []
-    return [record for record, _ in _Lines(io.BytesIO(data), "the journal", flaws)], flaws
+    return [line.record for line in Lines(io.BytesIO(data), "the journal", flaws)], flaws
 
 
 def salvage_file(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[Flaw]]:
@@ -230,7 +247,7 @@ def salvage_file(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], li
         return [], []
     flaws: list[Flaw] = []
     with opened(path) as file:
-        return [record for record, _ in _Lines(file, path, flaws)], flaws
+        return [line.record for line in Lines(file, path, flaws)], flaws
 
 
 def _is_final(error: Exception) -> bool:
@@ -258,17 +275,17 @@ def _is_torn(fd: int, whole_bytes: int) -> bool:
         time.sleep(LOOK_S)
 
 
-def _end_of(file: BinaryIO, path: Path) -> tuple[int, Link]:
-    """The end of the last complete line, and the link of the line after it. Raises: JournalDamaged."""
-    size, lines = os.fstat(file.fileno()).st_size, _Lines(file, path)
-    for _, end_bytes in lines:
-        if end_bytes >= size:  # a live writer may be quicker than this reader
+def _end_of(file: BinaryIO, path: Path, after: Place) -> Place:
+    """The end of the last complete line, which is `after` or behind it. Raises: JournalDamaged."""
+    size, lines = os.fstat(file.fileno()).st_size, Lines(file, path, after=after)
+    for line in lines:
+        if line.after.end_bytes >= size:  # a live writer may be quicker than this reader
             break
-    return lines.end_bytes, lines.link
+    return lines.after
 
 
-class _Lines:
-    """Iterates over (record, offset of the line's end). Afterwards the next line's place is in `end_bytes` and `link`.
+class Lines:
+    """Iterates over the lines of a file that follow `after`. The place behind the newest of them is then in `after`.
 
     An incomplete (torn) line has no newline, or has NUL bytes (a power loss may keep the file's new length and lose
     the page), and is the last. Any other flaw goes to `flaws`, or raises: skipping it could forget a command that was
@@ -276,19 +293,26 @@ class _Lines:
 
     Two writers (a coordinator that was frozen, and its successor) make the chain fork: both go on from the last line
     that the successor has read. So a line may also follow an earlier line of the first branch, or another branch's end.
+    Behind `after` a fork that begins before it counts as a flaw.
     """
 
-    def __init__(self, file: BinaryIO, path: str | os.PathLike[str], flaws: list[Flaw] | None = None) -> None:
-        self._file, self._path, self._flaws = file, path, flaws
-        self.end_bytes = 0
-        self.link = Link()
-        self._crcs = array("I")  # of the first branch, by number
+    def __init__(
+        self,
+        file: BinaryIO,
+        path: str | os.PathLike[str],
+        flaws: list[Flaw] | None = None,
+        after: Place = Place(),  # noqa: B008  immutable
+    ) -> None:
+        self._file, self._path, self._flaws, self.after = file, path, flaws, after
+        self._first = max(0, after.link.number - 1)
+        self._crcs = array("I", [after.link.crc] if after.link.number else [])  # of the first branch, from _first on
         self._num_damaged = 0  # lines since the last intact one
         self._forks: set[Link] = set()  # first lines of other branches, by what follows them
         self._tips: set[Link] = set()  # their ends
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], int]]:
-        hole = 0
+    def __iter__(self) -> Iterator[Line]:
+        hole, end_bytes = 0, self.after.end_bytes
+        self._file.seek(end_bytes)
         for number, line in enumerate(iter(partial(self._file.readline, MAX_LINE_BYTES + 1), b""), start=1):
             if hole:
                 self._report(Flaw(hole, DAMAGED))
@@ -299,6 +323,7 @@ class _Lines:
                     self._report(Flaw(number, DAMAGED))
                 # Stop: if the writer is alive, another read could return the rest of this line as a line.
                 return
+            start_bytes, end_bytes = end_bytes, end_bytes + len(line)
             if b"\0" in line:
                 hole = number
                 continue
@@ -310,22 +335,23 @@ class _Lines:
             if not self._follows(link, crc):
                 self._report(Flaw(number, OUT_OF_ORDER))
             self._num_damaged = 0
-            self.link = Link(link.number + 1, crc)
-            self.end_bytes += len(line)
-            yield record, self.end_bytes
+            self.after = Place(end_bytes, Link(link.number + 1, crc))
+            yield Line(record, start_bytes, self.after)
 
     def _follows(self, link: Link, crc: int) -> bool:
         """Enter a line into its branch. False if it is missing a predecessor, or is there already."""
-        crcs, after = self._crcs, Link(link.number + 1, crc)
-        if self._num_damaged and link.number == len(crcs) + self._num_damaged:  # the lines between are reported
+        crcs, after, num_lines = self._crcs, Link(link.number + 1, crc), self._first + len(self._crcs)
+        if self._num_damaged and link.number == num_lines + self._num_damaged:  # the lines between are reported
             crcs.extend([link.crc] * self._num_damaged)
-        if link.number == len(crcs) and link.crc == (crcs[-1] if crcs else 0):
+            num_lines = link.number
+        if link == Link(num_lines, crcs[-1] if crcs else 0):
             crcs.append(crc)
             return True
-        is_flawed = after in self._forks or (link.number < len(crcs) and crcs[link.number] == crc)
+        at = link.number - self._first
+        is_flawed = after in self._forks or (0 <= at < len(crcs) and crcs[at] == crc)
         if link in self._tips:
             self._tips.remove(link)
-        elif link.number < len(crcs) and link.crc == (crcs[link.number - 1] if link.number else 0):
+        elif 0 <= at < len(crcs) and link.crc == (crcs[at - 1] if at else 0 if not self._first else -1):
             self._forks.add(after)
         else:
             is_flawed = True
@@ -343,6 +369,17 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     """The record of one line; None for a damaged one. Raises OtherFormat."""
     parsed = _parsed(line, "the journal")
     return parsed[0] if parsed else None
+
+
+def line_at(file: BinaryIO, start_bytes: int) -> Line | None:
+    """The line that begins there; None for a damaged one, or none. Raises OtherFormat."""
+    file.seek(start_bytes)
+    line = file.readline(MAX_LINE_BYTES + 1)
+    parsed = _parsed(line, "the journal") if line.endswith(b"\n") else None
+    if parsed is None:
+        return None
+    record, link, crc = parsed
+    return Line(record, start_bytes, Place(start_bytes + len(line), Link(link.number + 1, crc)))
 
 
 def _parsed(line: bytes, path: str | os.PathLike[str]) -> tuple[dict[str, Any], Link, int] | None:

@@ -12,18 +12,19 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, Required, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 from elastic_ring.control.facts import GenerationBegan, ReliefsChanged
 from elastic_ring.errors import RecordDamaged, RunFailed
 from elastic_ring.files import replace_file
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.journal import Flaw, Journal, Retried, read
+from elastic_ring.monitor.journal import Flaw, Journal, Retried
 from elastic_ring.monitor.json_files import json_bytes, read_json
+from elastic_ring.monitor.step_table import AGAIN, BEGINS, OF_RUN, STANDING, UNDONE, WENT_BACK, MetricsLine, StepTable
 from elastic_ring.state.storage.backend import ONCE
 
 log = logging.getLogger(__name__)
@@ -33,10 +34,6 @@ SUMMARY_NAME = "summary.json"
 STATUS_NAME = "status.json"
 JOURNAL_NAME = "journal.jsonl"
 CONFIG_NAME = "config.json"
-
-WENT_BACK, AGAIN, BEGINS, OF_RUN = "went back", "again", "begins", "run"
-"""Notes in metrics.jsonl: the run begins at this step again; the step ran again with the same loss; the lines before
-this step are missing; whose lines these are, by the run's identity."""
 
 
 class ResumePoint(TypedDict):
@@ -127,6 +124,12 @@ class Validation:
     def to_json(self) -> dict[str, float | None]:
         return {"step": self.step, **self.values}
 
+    @classmethod
+    def from_json(cls, line: Mapping[str, object]) -> Validation:
+        """The inverse of `to_json`."""
+        values = {name: value for name, value in line.items() if name != "step"}
+        return cls(cast(int, line["step"]), cast("dict[str, float | None]", values))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
@@ -171,6 +174,78 @@ class Summary:
             "time_s": {part: round(seconds, 3) for part, seconds in self.time_s.items()},
             "validation": self.validation.to_json() if self.validation else {},
         }
+
+
+class StatusOfWorker(TypedDict, total=False):
+    """A member or a spare in status.json, as its last news has it. `global_rank`: of a member."""
+
+    global_rank: int
+    worker: str
+    node: str
+    pid: int
+    clock: Mapping[str, float]
+    peak_rss_bytes: int
+
+
+class EndOnRecord(TypedDict):
+    """How a run ended, in status.json; empty values while it has not."""
+
+    error: str
+    message: str
+    facts: Mapping[str, object]
+    attempt: str
+
+
+class StatusFile(TypedDict, total=False):
+    """status.json, as its readers use it; a damaged or older one may lack keys."""
+
+    run: str
+    phase: str
+    term: int
+    generation: int
+    mesh: Mapping[str, int]
+    step: int
+    total_steps: int
+    validation: Mapping[str, float | None]
+    resumed_from: Sequence[ResumePoint]
+    members: Sequence[StatusOfWorker]
+    spares: Sequence[StatusOfWorker]
+    covered: Mapping[str, str]
+    recoveries: Sequence[Mapping[str, object]]
+    updated_unix_s: float
+    ended: bool
+    checkpoint_step: int
+    checkpoint_intervals_missed: int
+    data_wait_share: float
+    lost_s: Mapping[str, float]
+    error: str
+    end: EndOnRecord
+    peak_gpu_bytes: int
+    story: Sequence[Sequence[object]]
+
+
+class GenerationLine(TypedDict):
+    """A generation in summary.json."""
+
+    term: int
+    generation: int
+    mesh: Mapping[str, int]
+    reason: str
+
+
+class SummaryFile(TypedDict, total=False):
+    """summary.json, as its readers use it: `Summary.to_json`. A damaged or older one may lack keys."""
+
+    steps: int
+    weights_sha256: str
+    goodput: float
+    exact: bool | None
+    mesh_changed: bool
+    generations: Sequence[GenerationLine]
+    recoveries: Sequence[Mapping[str, object]]
+    resumed_from: Sequence[ResumePoint]
+    peak_gpu_bytes: int
+    time_s: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -257,46 +332,6 @@ def _field_values(kind: type[StepMetrics | Recovery], line: Mapping[str, object]
     return values
 
 
-class MetricsLine(TypedDict, total=False):
-    """A line of metrics.jsonl, as far as its readers here use it: a step, a validation, or a note."""
-
-    step: Required[int]
-    note: str
-    identity: str
-    build: list[int]
-    loss_hex: str
-    replaces_loss_hex: str
-    step_s: float
-    skipped: bool
-    exposed_hop_wait_s: float | None
-    samples: str
-    unix_s: float
-
-
-class Lineage:
-    """The lines of a metrics.jsonl that count, by step: those that stand, those that are to run again, validations."""
-
-    def __init__(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        self.standing: dict[int, MetricsLine] = {}
-        self.undone: dict[int, MetricsLine] = {}
-        self.validations: dict[int, Validation] = {}
-        self.notes: list[MetricsLine] = []
-        for line in cast("Iterable[MetricsLine]", lines):
-            step, note = int(line["step"]), line.get("note")
-            if note == WENT_BACK:
-                self.undone |= {later: self.standing.pop(later) for later in [*self.standing] if later >= step}
-            elif note == AGAIN:
-                self.standing |= {step: self.undone.pop(step)} if step in self.undone else {}  # that line may be lost
-            elif "loss_hex" in line:
-                self.undone.pop(step, None)
-                self.standing[step] = line
-            elif note is None:
-                values = {name: value for name, value in line.items() if name != "step"}
-                self.validations[step] = Validation(step, cast("dict[str, float | None]", values))
-            if note is not None:
-                self.notes.append(line)
-
-
 @dataclass
 class NewestMetrics:
     """The newest committed step and the Unix time of its record, the newest step that timed its exchanges, the newest
@@ -309,15 +344,18 @@ class NewestMetrics:
     num_skipped: int = 0
 
     @classmethod
-    def of(cls, lineage: Lineage) -> NewestMetrics:
-        steps = [line for _, line in sorted(lineage.standing.items())]
-        timed = next((line for line in reversed(steps) if line["exposed_hop_wait_s"] is not None), None)
+    def of(cls, table: StepTable) -> NewestMetrics:
+        def line_of(step: int) -> MetricsLine | None:
+            return next(table.lines(step)) if step >= 0 else None
+
+        newest, timed = line_of(table.newest_where()), line_of(table.newest_where("timed"))
+        validation = table.newest_validation()
         return cls(
-            step=StepMetrics.from_json(steps[-1]) if steps else None,
-            unix_s=steps[-1]["unix_s"] if steps else None,
+            step=StepMetrics.from_json(newest) if newest else None,
+            unix_s=newest["unix_s"] if newest else None,
             timed=StepMetrics.from_json(timed) if timed else None,
-            validation=next(reversed(lineage.validations.values()), None),
-            num_skipped=sum(bool(line["skipped"]) for line in steps),
+            validation=Validation.from_json(validation) if validation else None,
+            num_skipped=table.num_skipped(),
         )
 
     def committed(self, step: StepMetrics, unix_s: float) -> None:
@@ -338,45 +376,40 @@ class MetricsLog:
         """`retries`: as `Journal` takes them."""
         self.path = Path(directory) / METRICS_NAME
         self._journal = Journal(self.path, durable=False, retries=retries)
-        self._by_step: dict[int, tuple[str, float]] = {}  # step -> (loss_hex, step_s)
-        self._undone: dict[int, tuple[str, float]] = {}  # the same of steps that are to run again
-        self.last_step = -1  # the last step written, -1 for none
-        self._validated: set[int] = set()
-        self._went_back: set[tuple[int, int]] = set()
-        self._begun: set[int] = set()  # steps before which others are missing
+        self.table = StepTable(self.path)
+        self._retries = retries
         self.newest = NewestMetrics()
+
+    @property
+    def last_step(self) -> int:
+        """The last step written, -1 for none; the one before which lines are missing."""
+        return self.table.last_step
 
     def open(self, identity: str = "") -> MetricsLog:
         """Open the file and continue it; a new one begins with the identity. Raises: JournalDamaged."""
-        self._journal.open()
+        self.table = StepTable.load(self.path)
+        self._journal.open(self.table.after)
+        self.table.keep()
         if identity and not self.path.stat().st_size:
-            self._journal.append({"step": 0, "note": OF_RUN, "identity": identity})
-        self._read()
+            self._append({"step": 0, "note": OF_RUN, "identity": identity})
+        self.newest = NewestMetrics.of(self.table)
         return self
 
-    def _read(self) -> None:
-        lineage = Lineage(read(self.path))
-        self._by_step, self._undone = (
-            {step: (line["loss_hex"], line["step_s"]) for step, line in lines.items()}
-            for lines in (lineage.standing, lineage.undone)
-        )
-        self._validated = set(lineage.validations)
-        self._went_back = {(line["build"][0], line["build"][1]) for line in lineage.notes if line["note"] == WENT_BACK}
-        self._begun = {line["step"] for line in lineage.notes if line["note"] == BEGINS}
-        self.last_step = max([*self._by_step, *(step - 1 for step in self._begun)], default=-1)
-        self.newest = NewestMetrics.of(lineage)
+    def _append(self, line: Mapping[str, object]) -> None:
+        written = self._journal.append({**line})
+        self._retries(lambda: self.table.add(written), lambda error: True)  # as slow as the folder
 
     def go_back(self, step: int, build: tuple[int, int]) -> int:
         """The members of `build`, (term, generation), begin at a checkpoint of `step` steps: later steps run again.
 
         Once for each build. Returns how many steps that undid.
         """
-        if build in self._went_back:
+        if build <= self.table.went_back:
             return 0
-        num_undone = sum(recorded >= step for recorded in self._by_step)
+        num_undone = self.table.num_standing(step)
         # Also where there are none: a new coordinator must not undo what these members commit.
-        self._journal.append({"step": step, "note": WENT_BACK, "build": list(build)})
-        self._read()
+        self._append({"step": step, "note": WENT_BACK, "build": list(build)})
+        self.newest = NewestMetrics.of(self.table)
         return num_undone
 
     def begin_at(self, step: int) -> None:
@@ -388,9 +421,7 @@ class MetricsLog:
                 self.last_step + 1,
                 step - 1,
             )
-            self._journal.append({"step": step, "note": BEGINS})
-            self._begun.add(step)
-            self.last_step = step - 1
+            self._append({"step": step, "note": BEGINS})
 
     def sync(self) -> None:
         """All lines are on disk when this returns."""
@@ -401,25 +432,22 @@ class MetricsLog:
 
         Raises: RunFailed when it is on record with another loss: a published step was undone.
         """
-        line = metrics.to_json()
-        recorded = self._by_step.get(metrics.step)
-        if recorded is not None:
-            if recorded[0] != line["loss_hex"]:
+        line, (row,) = metrics.to_json(), self.table.rows(metrics.step, metrics.step + 1)
+        before_hex = float(row["loss"]).hex()
+        if row["state"] == STANDING:
+            if before_hex != line["loss_hex"]:
                 raise RunFailed(
-                    f"step {metrics.step} was published with loss {recorded[0]} and now has {line['loss_hex']}",
+                    f"step {metrics.step} was published with loss {before_hex} and now has {line['loss_hex']}",
                     step=metrics.step,
                 )
             return False
         unix_s = round(time.time(), 3)
-        before = self._undone.pop(metrics.step, None)
-        if before is not None and before[0] == line["loss_hex"]:
-            self._journal.append({"step": metrics.step, "note": AGAIN})
+        if row["state"] == UNDONE and before_hex == line["loss_hex"]:
+            self._append({"step": metrics.step, "note": AGAIN})
         else:
-            replaces = {} if before is None else {"replaces_loss_hex": before[0]}
-            self._journal.append({**line, **replaces, "unix_s": unix_s})
+            replaces = {"replaces_loss_hex": before_hex} if row["state"] == UNDONE else {}
+            self._append({**line, **replaces, "unix_s": unix_s})
         self.newest.committed(metrics, unix_s)
-        self._by_step[metrics.step] = (line["loss_hex"], metrics.step_s)
-        self.last_step = max(self.last_step, metrics.step)
         return True
 
     def validated(self, step: int, values: Mapping[str, float]) -> None:
@@ -427,29 +455,14 @@ class MetricsLog:
 
         It has its own line, possibly before the step's: the ring validates before it goes on, and may fail in between.
         """
-        if step not in self._validated:
-            self._validated.add(step)
+        if not self.table.rows(step, step + 1)[0]["validated"]:
             finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
             self.newest.validation = Validation(step, finite)
-            self._journal.append(self.newest.validation.to_json())
-
-    def losses_hex(self) -> list[str]:
-        """The losses of all steps in order, without those that `begin_at` reported as missing.
-
-        Raises: RunFailed with the first step that is missing.
-        """
-        steps = sorted(self._by_step)
-        for before, step in zip([-1, *steps], steps, strict=False):
-            if step != before + 1 and step not in self._begun:
-                raise RunFailed(f"{self.path} has no line for step {before + 1}", step=before + 1)
-        return [self._by_step[step][0] for step in steps]
-
-    def step_times_s(self) -> dict[int, float]:
-        """Step -> seconds, to restore `Goodput` after a restart."""
-        return {step: step_s for step, (_, step_s) in sorted(self._by_step.items())}
+            self._append(self.newest.validation.to_json())
 
     def close(self) -> None:
         self._journal.close()
+        self.table.close()
 
     def __enter__(self) -> MetricsLog:
         return self.open()
@@ -458,46 +471,36 @@ class MetricsLog:
         self.close()
 
 
-def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """One mapping per committed step, in order, with `val_loss` and metrics where validated. Raises: JournalDamaged."""
-    return committed_lines(list(read(Path(directory) / METRICS_NAME)))
-
-
-def committed_lines(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """As `read_metrics`, of lines that are read already; lines of other files are left out."""
-    lineage = Lineage(line for line in lines if isinstance(line.get("step"), int))
-    validations = {step: validation.values for step, validation in lineage.validations.items()}
-    return [{**line, **validations.get(step, {})} for step, line in sorted(lineage.standing.items())]
+def read_metrics(directory: str | os.PathLike[str]) -> list[MetricsLine]:
+    """One mapping per committed step, in order, with `val_loss` and metrics where validated: all of them in memory.
+    `StepTable` reads some. Raises: JournalDamaged."""
+    with StepTable.load(Path(directory) / METRICS_NAME) as table:
+        return list(table.lines())
 
 
 def rebuild_metrics(
-    salvaged: tuple[Sequence[Mapping[str, Any]], Sequence[Flaw]], identity: str, before: int
-) -> tuple[str, list[dict[str, Any]]]:
-    """The damage of a metrics.jsonl that `salvage` read as `salvaged`, empty for none, and the lines of a new file in
-    its place.
+    table: StepTable, damaged: Sequence[Flaw], identity: str, before: int
+) -> tuple[str, Iterator[MetricsLine]]:
+    """The damage of a metrics.jsonl, empty for none, and the lines of a new file in its place.
 
     The new file has the undamaged lines of the steps before `before` and notes where lines are missing, but no line
     of a run with another `identity`.
     """
-    lines, damaged = salvaged
-    owner = next((line.get("identity") for line in lines if line.get("note") == OF_RUN), identity)
-    kept: list[dict[str, Any]] = [{"step": 0, "note": OF_RUN, "identity": identity}]
-    if owner != identity:
-        return "it is another run's", kept
-    lineage, last_step = Lineage(line for line in lines if isinstance(line.get("step"), int)), -1
-    for step in sorted(step for step in lineage.standing if step < before):
-        if step != last_step + 1:
-            kept.append({"step": step, "note": BEGINS})
-        last_step = step
-        kept.append({**lineage.standing[step]})
-    kept += [validation.to_json() for step, validation in lineage.validations.items() if step < before]
+
+    def kept(stop: int) -> Iterator[MetricsLine]:
+        yield {"step": 0, "note": OF_RUN, "identity": identity}
+        last_step = -1
+        for line in table.raw_lines(stop):
+            if "loss_hex" in line:
+                if line["step"] != last_step + 1:
+                    yield {"step": line["step"], "note": BEGINS}
+                last_step = line["step"]
+            yield line
+
+    if (table.identity() or identity) != identity:
+        return "it is another run's", kept(0)
     more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-    return f"line {damaged[0].line}{more} of it {damaged[0].problem}" if damaged else "", kept
-
-
-def missing_steps(lines: Iterable[Mapping[str, Any]], before: int) -> list[int]:
-    """The steps before `before` that are not on record."""
-    return sorted({*range(before)} - {*Lineage(lines).standing})
+    return f"line {damaged[0].line}{more} of it {damaged[0].problem}" if damaged else "", kept(before)
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:

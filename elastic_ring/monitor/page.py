@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from http import HTTPStatus
@@ -26,13 +25,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from elastic_ring.errors import ElasticRingError, RecordDamaged
-from elastic_ring.monitor.plot import loss_names
-from elastic_ring.monitor.report import Records, duration, human_rate, left_s, recovery_line
+from elastic_ring.monitor.metrics import Recovery
+from elastic_ring.monitor.plot import loss_names, values_of
+from elastic_ring.monitor.report import Records, duration, left_s, newest_rate, recovery_line
+from elastic_ring.monitor.step_table import MetricsLine
 
 log = logging.getLogger(__name__)
 
 LOCAL = "127.0.0.1"
 MAX_POINTS = 800
+MAX_LINES = 4000
+"""Of metrics.jsonl, from which the points come."""
 MAX_CONNECTIONS = 64
 ACCEPT_PAUSE_S = 0.2
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?")
@@ -181,40 +184,40 @@ def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
 # ---------------------------------------------------------------- its data
 
 
-def page_data(folder: Path, now_unix_s: float | None = None) -> dict[str, Any]:
+def page_data(folder: Path, now_unix_s: float | None = None) -> dict[str, object]:
     """The state, the curves and the ranks of a run, from the records in its folder. Raises: RecordDamaged for records
     with unexpected content."""
     now = time.time() if now_unix_s is None else now_unix_s
-    records = Records.of(folder)
-    status, summary, steps = records.status, records.summary, records.steps
+    records = Records.of(folder, most_lines=MAX_LINES)
+    status, summary, steps, curves = records.status, records.summary, records.steps, records.curves
     try:
-        num_left = status.get("total_steps", len(steps)) - status.get("step", len(steps))
+        step = status.get("step", records.num_steps)
+        num_left = status.get("total_steps", records.num_steps) - step
         left = None if status.get("ended") else left_s(steps, num_left)
-        rates = [line["tokens_per_s"] for line in steps[-5:] if line.get("tokens_per_s") is not None]
         has_ended = status.get("ended") or (summary and not status)
-        recoveries = summary.get("recoveries") or status.get("recoveries") or []
+        recoveries = [*map(Recovery.from_json, summary.get("recoveries") or status.get("recoveries") or [])]
         resumes = summary.get("resumed_from") or status.get("resumed_from") or []
         return {
             "run": status.get("run") or folder.resolve().name,
             "phase": "failed" if status.get("error") else "ended" if has_ended else str(status.get("phase", "unknown")),
             "error": "; ".join(filter(None, (status.get("error"), *records.damaged))),
             "news_s": None if status.get("ended") or not status else max(0.0, now - status.get("updated_unix_s", now)),
-            "step": status.get("step", len(steps)),
-            "total_steps": status.get("total_steps", len(steps)),
+            "step": step,
+            "total_steps": status.get("total_steps", records.num_steps),
             "term": status.get("term"),
             "generation": status.get("generation"),
             "mesh": status.get("mesh"),
-            "tokens_per_s": human_rate(math.fsum(rates) / len(rates)) if rates else None,
+            "tokens_per_s": newest_rate(steps) or None,
             "left": "" if left is None else duration(left),
             "goodput": summary.get("goodput"),
             "exact": summary.get("exact"),
-            "loss": _curve(steps, "loss"),
-            "validation": {name: _curve(steps, name) for name in loss_names(steps)},
-            **{name: _curve(steps, name) for name in ("step_s", "lr", "grad_norm")},
-            "rate": _curve(steps, "tokens_per_s"),
+            "loss": _curve(curves, "loss"),
+            "validation": {name: _curve(curves, name) for name in loss_names(curves)},
+            **{name: _curve(curves, name) for name in ("step_s", "lr", "grad_norm")},
+            "rate": _curve(curves, "tokens_per_s"),
             "resumes": sorted({resume["step"] for resume in resumes}),
-            "generations": _generations(steps),
-            "recoveries": [{"step": record["step"], "line": recovery_line(record)} for record in recoveries],
+            "generations": _generations(curves),
+            "recoveries": [{"step": record.step, "line": recovery_line(record)} for record in recoveries],
             "ranks": sorted(status.get("members") or [], key=lambda member: int(member["global_rank"])),
             "spares": status.get("spares") or [],
             "story": status.get("story") or [],
@@ -224,8 +227,8 @@ def page_data(folder: Path, now_unix_s: float | None = None) -> dict[str, Any]:
         raise RecordDamaged(reason, path=str(folder)) from error
 
 
-def _curve(steps: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
-    return thinned([(line["step"], line[name]) for line in steps if line.get(name) is not None])
+def _curve(steps: Sequence[MetricsLine], name: str) -> list[tuple[int, float]]:
+    return thinned([(step, value) for step, value in values_of(steps, name) if value is not None])
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list[tuple[int, float]]:
@@ -241,7 +244,7 @@ def thinned(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> list
     return sorted(kept.items())
 
 
-def _generations(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
+def _generations(steps: Sequence[MetricsLine]) -> list[dict[str, int]]:
     """The mesh over the steps: the first and last step of each generation."""
     bands = []
     for generation, lines in groupby(steps, key=lambda line: line["generation"]):

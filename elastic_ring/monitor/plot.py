@@ -13,10 +13,11 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
-from elastic_ring.monitor.metrics import read_metrics
+from elastic_ring.monitor.metrics import METRICS_NAME, Recovery
 from elastic_ring.monitor.report import seconds
+from elastic_ring.monitor.step_table import MetricsLine, StepTable
 
 _LOSS_COLOUR = "#1f4e79"
 _RECOVERY_COLOUR, _RESUME_COLOUR = "#b3261e", "#2e7d32"
@@ -29,27 +30,28 @@ log = logging.getLogger(__name__)
 
 _SHADES = ("#ffffff", "#eef3f8")
 _MAX_LABELS = 12
+MAX_LINES = 4000
+"""Of metrics.jsonl: more than the plot has points."""
 
 
-def draw_run(
-    run_folder: str | os.PathLike[str], recoveries: Sequence[Mapping[str, Any]], resumes: Sequence[int] = ()
-) -> Path:
+def draw_run(run_folder: str | os.PathLike[str], recoveries: Sequence[Recovery], resumes: Sequence[int] = ()) -> Path:
     """Write RUN/loss.png from RUN/metrics.jsonl; warn where matplotlib is missing. Raises: JournalDamaged."""
     path = Path(run_folder) / "loss.png"
     try:
-        draw_loss(read_metrics(run_folder), recoveries, path, resumes)
+        with StepTable.load(Path(run_folder) / METRICS_NAME) as table:
+            draw_loss(table.sample(MAX_LINES), recoveries, path, resumes)
     except ModuleNotFoundError as error:
         log.warning("no loss.png: %s is not installed; pip install 'elastic-ring[plot]'", error.name)
     return path
 
 
 def draw_loss(
-    steps: Sequence[Mapping[str, Any]],
-    recoveries: Sequence[Mapping[str, Any]],
+    steps: Sequence[MetricsLine],
+    recoveries: Sequence[Recovery],
     path: str | os.PathLike[str],
     resumes: Sequence[int] = (),
 ) -> None:
-    """Write a PNG. `steps`: lines of metrics.jsonl in order; `recoveries`: as in summary.json; `resumes`: the first
+    """Write a PNG. `steps`: lines of metrics.jsonl in order; `resumes`: the first
     steps after a resume."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -62,7 +64,7 @@ def draw_loss(
     _draw_line(axes, steps, "loss", 1.6)
     validations = loss_names(steps)
     for index, name in enumerate(validations):
-        points = [(line["step"], line[name]) for line in steps if line.get(name) is not None]
+        points = [point for point in values_of(steps, name) if point[1] is not None]
         label = "validation" if name == "val_loss" else name.removeprefix("val_").removesuffix("_loss")
         style = {"color": "#c77700"} if name == "val_loss" else {"color": f"C{index + 3}", "alpha": 0.8}
         axes.plot(*zip(*points, strict=True), "o-", linewidth=0.6, markersize=4, label=label, zorder=4, **style)
@@ -94,10 +96,10 @@ def draw_loss(
         panel.grid(axis="y", color="#d9d9d9", linewidth=0.6)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
-        _draw_marks(panel, [recovery["step"] for recovery in recoveries], _RECOVERY_COLOUR)
+        _draw_marks(panel, [recovery.step for recovery in recoveries], _RECOVERY_COLOUR)
         _draw_marks(panel, resumes, _RESUME_COLOUR)
     if steps:
-        last = max([steps[-1]["step"], *(recovery["step"] for recovery in recoveries)])
+        last = max([steps[-1]["step"], *(recovery.step for recovery in recoveries)])
         axes.set_xlim(steps[0]["step"] - 0.5, last + 0.5)
     figure.align_ylabels()
     _label_recoveries(axes, recoveries)
@@ -114,13 +116,18 @@ def draw_loss(
     figure.savefig(os.fspath(path), format="png")
 
 
-def _draw_line(axes: Axes, steps: Sequence[Mapping[str, Any]], name: str, width: float) -> None:
+def _draw_line(axes: Axes, steps: Sequence[MetricsLine], name: str, width: float) -> None:
     """Plot one metric; values that are not finite leave a gap."""
-    values = [math.nan if line.get(name) is None else line[name] for line in steps]
+    values = [math.nan if value is None else value for _, value in values_of(steps, name)]
     axes.plot([line["step"] for line in steps], values, color=_LOSS_COLOUR, linewidth=width, zorder=3)
 
 
-def loss_names(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+def values_of(steps: Sequence[MetricsLine], name: str) -> list[tuple[int, float | None]]:
+    """The value of each line by its step; None where it has none."""
+    return [(line["step"], cast("Mapping[str, float | None]", line).get(name)) for line in steps]
+
+
+def loss_names(steps: Sequence[MetricsLine]) -> list[str]:
     """Names of the validations' losses: the mean of all sets, then each set's."""
     names = {name for line in steps for name, value in line.items() if value is not None}
     return sorted((name for name in names if re.fullmatch("val_(.+_)?loss", name)), key=lambda name: (len(name), name))
@@ -141,7 +148,7 @@ def short_cause(cause: str) -> str:
     return f"{text} +{len(rest)}" if rest else text
 
 
-def _draw_generations(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
+def _draw_generations(axes: Axes, steps: Sequence[MetricsLine]) -> None:
     """A band for each generation, labelled at its bottom where there is room."""
     room = len(steps) / 14
     for index, (generation, lines) in enumerate(groupby(steps, key=lambda line: line["generation"])):
@@ -164,16 +171,16 @@ def _draw_generations(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _label_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]]) -> None:
+def _label_recoveries(axes: Axes, recoveries: Sequence[Recovery]) -> None:
     """At most _MAX_LABELS labels, in staggered rows."""
     every = max(1, math.ceil(len(recoveries) / _MAX_LABELS))
     for index, recovery in enumerate(recoveries):
-        at = recovery["step"] - 0.5
+        at = recovery.step - 0.5
         if index % every:
             continue
         near_the_end = at > axes.get_xlim()[0] + 0.85 * (axes.get_xlim()[1] - axes.get_xlim()[0])
         side = -1 if near_the_end else 1
-        text = f"{short_cause(recovery['cause'])}\n{seconds(recovery['total_s'])} s"
+        text = f"{short_cause(recovery.cause)}\n{seconds(recovery.total_s)} s"
         axes.annotate(
             text,
             (at, 0.98 - 0.1 * (index // every % 4)),

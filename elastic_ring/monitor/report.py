@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from elastic_ring.control.decisions.detectors import DATA_LIMIT, TOLD_AFTER
-from elastic_ring.errors import RecordDamaged
+from elastic_ring.errors import JournalDamaged, RecordDamaged
 from elastic_ring.monitor.goodput import CLOCK_PARTS
-from elastic_ring.monitor.journal import salvage_file
+from elastic_ring.monitor.journal import Flaw, Lines, opened
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import (
     CONFIG_NAME,
@@ -26,8 +27,13 @@ from elastic_ring.monitor.metrics import (
     METRICS_NAME,
     STATUS_NAME,
     SUMMARY_NAME,
-    committed_lines,
+    GenerationLine,
+    Recovery,
+    StatusFile,
+    StatusOfWorker,
+    SummaryFile,
 )
+from elastic_ring.monitor.step_table import MetricsLine, StepTable
 
 _PARTS = ("detect", "close", "heal", "rerun")
 _NUM_RECOVERIES_SHOWN = 5
@@ -40,18 +46,18 @@ MAX_FLAWS_NAMED = 3
 """Damaged lines of a file that are named."""
 
 
-def recovery_line(recovery: Mapping[str, Any]) -> str:
+def recovery_line(recovery: Recovery) -> str:
     """One sentence, for example `rank 3 died in backward of step 21; spare took its place in 0.4 s: detect 0.02, close
     0.11, heal 0.05, rerun 0.2; no step lost`. Omits phases that did not happen (None).
     """
-    cause = str(recovery["cause"])
+    cause = recovery.cause
     if "step" not in cause:
-        cause += f" of step {recovery['step']}" if " in " in cause else f" in step {recovery['step']}"
-    done = f"{recovery['action']} in {seconds(recovery['total_s'])} s"
-    parts = [f"{part} {seconds(s)}" for part in _PARTS if (s := recovery.get(f"{part}_s")) is not None]
+        cause += f" of step {recovery.step}" if " in " in cause else f" in step {recovery.step}"
+    done = f"{recovery.action} in {seconds(recovery.total_s)} s"
+    parts = [f"{part} {seconds(s)}" for part in _PARTS if (s := getattr(recovery, f"{part}_s")) is not None]
     if parts:
         done += f": {', '.join(parts)}"
-    num_undone = int(recovery["steps_undone"])
+    num_undone = recovery.steps_undone
     lost = f"{num_undone} step{'s' if num_undone > 1 else ''} undone" if num_undone else "no step lost"
     return "; ".join([cause, done, lost])
 
@@ -70,7 +76,7 @@ TIME_NAMES = {
 _LEAST_S, _LEAST_SHARE = 0.5, 0.01
 
 
-def goodput_line(summary: Mapping[str, Any]) -> str:
+def goodput_line(summary: SummaryFile) -> str:
     """For example `goodput 43% of 72 s; the rest: start 31 s, checkpoints 2 s`."""
     parts: Mapping[str, float] = summary.get("time_s", {})
     total_s, line = math.fsum(parts.values()), f"goodput {summary['goodput']:.0%}"
@@ -98,8 +104,8 @@ def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) ->
     if not folder.is_dir():
         raise ValueError(f"run folder {folder}: there is no such folder; give the --run-dir of a run")
     records = Records.of(folder)
-    status, summary, steps = records.status, records.summary, records.steps
-    if not (status or summary or steps or records.damaged or (folder / JOURNAL_NAME).exists()):
+    status, summary = records.status, records.summary
+    if not (status or summary or records.steps or records.damaged or (folder / JOURNAL_NAME).exists()):
         files = f"{STATUS_NAME}, {JOURNAL_NAME} or {SUMMARY_NAME}"
         raise ValueError(f"run folder {folder}: holds no {files}; give the --run-dir of a run")
     now = time.time() if now_unix_s is None else now_unix_s
@@ -107,11 +113,11 @@ def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) ->
         lambda: [_state_line(folder, status, summary, now)],
         lambda: _versions_lines(folder / CONFIG_NAME),
         lambda: [_mesh_line(status, summary)],
-        lambda: [_step_line(status, summary, steps)],
-        lambda: _newest_step_lines(steps),
+        lambda: [_step_line(records)],
+        lambda: _newest_step_lines(records),
         lambda: _delay_lines(status),
         lambda: _membership_lines(status, now),
-        lambda: _memory_lines(folder / CONFIG_NAME, status or summary),
+        lambda: _memory_lines(folder / CONFIG_NAME, status, summary),
         lambda: _recovery_lines(list(status.get("recoveries") or summary.get("recoveries") or [])),
         lambda: _summary_lines(summary),
         lambda: [_row("decision", records.decision)] if records.decision else [],
@@ -128,46 +134,59 @@ def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) ->
 
 @dataclass(frozen=True)
 class Records:
-    """The intact part of a run's records, and what is wrong with each damaged file."""
+    """The intact part of a run's records, and what is wrong with each damaged file.
 
-    status: Mapping[str, Any]
-    summary: Mapping[str, Any]
-    steps: Sequence[Mapping[str, Any]]
+    `steps`: the newest lines of metrics.jsonl. `validated`: the newest with a validation. `curves`: lines from the
+    first to the last, of which a long run has more. `decision`: the reason of the newest journal line with commands;
+    lines without commands only note an event.
+    """
+
+    status: StatusFile
+    summary: SummaryFile
+    num_steps: int
+    steps: Sequence[MetricsLine]
+    validated: MetricsLine | None
+    curves: Sequence[MetricsLine]
     decision: str
-    """The reason of the newest journal line with commands; lines without commands only note an event."""
     damaged: tuple[str, ...]
 
     @classmethod
-    def of(cls, folder: Path) -> Records:
-        """Raises: OtherFormat."""
+    def of(cls, folder: Path, *, most_lines: int = 0) -> Records:
+        """`most_lines`: of the curves. Raises: OtherFormat."""
         damaged: list[str] = []
 
-        def content(name: str) -> Mapping[str, Any]:
+        def content(name: str) -> object:
             try:
                 return read_json(folder / name) or {}
             except (RecordDamaged, OSError) as error:
                 damaged.append(str(error))
                 return {}
 
-        def lines(name: str) -> Sequence[Mapping[str, Any]]:
-            path = folder / name
+        @contextmanager
+        def lines(name: str) -> Iterator[list[Flaw]]:
+            flaws = list[Flaw]()
             try:
-                records, flaws = salvage_file(path)
-            except RecordDamaged as error:
+                yield flaws
+            except (RecordDamaged, JournalDamaged) as error:
                 damaged.append(error.message)
-                return []
-            damaged.extend(f"line {flaw.line} of {path}" for flaw in flaws[:MAX_FLAWS_NAMED])
+            damaged.extend(f"line {flaw.line} of {folder / name}" for flaw in flaws[:MAX_FLAWS_NAMED])
             if len(flaws) > MAX_FLAWS_NAMED:
-                damaged.append(f"{len(flaws) - MAX_FLAWS_NAMED} more lines of {path}")
-            return records
+                damaged.append(f"{len(flaws) - MAX_FLAWS_NAMED} more lines of {folder / name}")
 
-        status, summary, metrics = content(STATUS_NAME), content(SUMMARY_NAME), lines(METRICS_NAME)
-        newest = next((line for line in reversed(lines(JOURNAL_NAME)) if line.get("commands")), None)
-        decision = "" if newest is None else str(newest.get("reason") or "-")
-        return cls(status, summary, committed_lines(metrics), decision, tuple(damaged))
+        status, summary = cast(StatusFile, content(STATUS_NAME)), cast(SummaryFile, content(SUMMARY_NAME))
+        num_steps, steps, validated, curves, decision = 0, list[MetricsLine](), None, list[MetricsLine](), ""
+        with lines(METRICS_NAME) as flaws, StepTable.load(folder / METRICS_NAME, flaws) as table:
+            num_steps, steps = table.last_step + 1, table.newest(_NUM_PACED)
+            curves = table.sample(most_lines) if most_lines else []
+            validated = next(table.lines(at), None) if (at := table.newest_where("validated")) >= 0 else None
+        path = folder / JOURNAL_NAME
+        with suppress(FileNotFoundError), lines(JOURNAL_NAME) as flaws, opened(path) as file:
+            for line in Lines(file, path, flaws):
+                decision = str(line.record.get("reason") or "-") if line.record.get("commands") else decision
+        return cls(status, summary, num_steps, steps, validated, curves, decision, tuple(damaged))
 
 
-def _state_line(folder: Path, status: Mapping[str, Any], summary: Mapping[str, Any], now: float) -> str:
+def _state_line(folder: Path, status: StatusFile, summary: SummaryFile, now: float) -> str:
     name = status.get("run") or folder.resolve().name
     if status.get("error"):
         return f"run {name}: failed: {status['error']}"
@@ -182,7 +201,7 @@ def _state_line(folder: Path, status: Mapping[str, Any], summary: Mapping[str, A
     return f"{state}, news of {max(0.0, age_s):.1f} s ago"
 
 
-def _status_age_s(status: Mapping[str, Any], now: float) -> float:
+def _status_age_s(status: StatusFile, now: float) -> float:
     """Seconds since the last status update of a run that has not ended."""
     return now - float(status.get("updated_unix_s", now))
 
@@ -198,8 +217,9 @@ def _versions_lines(config: Path) -> list[str]:
     return [_row("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))]
 
 
-def _mesh_line(status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    newest = status or ((summary.get("generations") or [{}])[-1])
+def _mesh_line(status: StatusFile, summary: SummaryFile) -> str:
+    generations = [*summary.get("generations", ())][-1:]
+    newest: StatusFile | GenerationLine = status or (generations[0] if generations else {})
     mesh = newest.get("mesh")
     absent = "none any more" if status.get("ended") else "none yet"
     shape = f"dp={mesh['dp']} x cp={mesh['cp']}" if mesh and mesh["dp"] else absent
@@ -207,36 +227,42 @@ def _mesh_line(status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     return _row("mesh", f"{shape}   generation {generation}   term {term}")
 
 
-def _step_line(status: Mapping[str, Any], summary: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
+def _step_line(records: Records) -> str:
+    status, summary, steps = records.status, records.summary, records.steps
     total = status.get("total_steps") or summary.get("steps")
-    step = status.get("step", summary.get("steps", len(steps)))
+    step = status.get("step", summary.get("steps", records.num_steps))
     text = f"{step} of {total}" if total is not None else str(step)
     if steps:
         last = steps[-1]
         loss = "not finite" if last.get("loss") is None else f"{last['loss']:.4f}"
         text += f"   loss {loss} (step {last['step']})"
-        recent = [line["tokens_per_s"] for line in steps[-5:] if line.get("tokens_per_s") is not None]
-        if recent:
-            text += f"   {human_rate(math.fsum(recent) / len(recent))} tokens/s"
+        rate = newest_rate(steps)
+        text += f"   {rate} tokens/s" if rate else ""
         left = None if total is None or status.get("ended") else left_s(steps, int(total) - int(step))
         text += "" if left is None else f"   {duration(left)} left"
     return _row("step", text)
 
 
-def _newest_step_lines(steps: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+def newest_rate(steps: Sequence[MetricsLine]) -> str:
+    """Tokens a second, the mean of the last five steps; empty where they have none."""
+    rates = [rate for line in steps[-5:] if (rate := line.get("tokens_per_s")) is not None]
+    return human_rate(math.fsum(rates) / len(rates)) if rates else ""
+
+
+def _newest_step_lines(records: Records) -> Iterable[str]:
     """Rates of the newest step, and results of the newest validation, the means of all sets first."""
+    steps, validated = records.steps, cast("Mapping[str, float | None]", records.validated or {})
     if steps and steps[-1].get("lr") is not None:
         norm, load = steps[-1].get("grad_norm"), steps[-1].get("expert_load_max")
         text = f"learning rate {steps[-1]['lr']:.3g}   gradient norm {'not finite' if norm is None else f'{norm:.3g}'}"
         yield _row("rates", text + ("" if load is None else f"   fullest expert {load:.2f} times its fair share"))
-    validated = next((line for line in reversed(steps) if "val_perplexity" in line), None)
-    if validated is not None:
+    if "val_perplexity" in validated:
         metrics = {name.removeprefix("val_"): value for name, value in validated.items() if name.startswith("val_")}
         texts = (f"{name} {'not finite' if value is None else f'{value:.4g}'}" for name, value in metrics.items())
         yield _row("validated", f"{', '.join(texts)} (step {validated['step']})")
 
 
-def _delay_lines(status: Mapping[str, Any]) -> Iterable[str]:
+def _delay_lines(status: StatusFile) -> Iterable[str]:
     """Overdue checkpoints, and waits for data."""
     num_missed = int(status.get("checkpoint_intervals_missed", 0))
     if num_missed >= TOLD_AFTER:
@@ -246,7 +272,7 @@ def _delay_lines(status: Mapping[str, Any]) -> Iterable[str]:
         yield _row("data", f"waited for in {share:.0%} of the last steps' time")
 
 
-def left_s(steps: Sequence[Mapping[str, Any]], num_left: int) -> float | None:
+def left_s(steps: Sequence[MetricsLine], num_left: int) -> float | None:
     """Seconds for `num_left` steps at the pace of the last 64, validations and checkpoints included, breaks (before a
     resume) left out. None without a pace or without steps left."""
     times = [line["unix_s"] for line in steps[-_NUM_PACED:] if line.get("unix_s") is not None]
@@ -275,7 +301,7 @@ def human_rate(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _membership_lines(status: Mapping[str, Any], now: float) -> Iterable[str]:
+def _membership_lines(status: StatusFile, now: float) -> Iterable[str]:
     if status.get("ended"):
         yield _row("members", "none any more")
         return
@@ -294,7 +320,7 @@ def _membership_lines(status: Mapping[str, Any], now: float) -> Iterable[str]:
             yield _row("", "members and spares are those of the last news, and may be gone")
 
 
-def _clock_lines(members: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+def _clock_lines(members: Sequence[StatusOfWorker]) -> Iterable[str]:
     """The newest step's time by part: the mean over the ranks, and the rank on which the part took longest."""
     clocks = {member["global_rank"]: member["clock"] for member in members if member.get("clock")}
     if not clocks:
@@ -322,15 +348,15 @@ def forecast_line(planned_bytes: int | None, peak_bytes: int) -> str:
     return f"{text}: {abs(100 * off):.0f} % {'more' if off > 0 else 'less'} than planned"
 
 
-def _memory_lines(config: Path, newest: Mapping[str, Any]) -> Iterable[str]:
+def _memory_lines(config: Path, status: StatusFile, summary: SummaryFile) -> Iterable[str]:
     """Peaks of GPU memory and of the workers' host memory."""
     try:
         planned = (read_json(config) or {}).get("planned_gpu_bytes")
     except (OSError, RecordDamaged):  # reported by the versions' line
         planned = None
-    if text := forecast_line(planned, int(newest.get("peak_gpu_bytes", 0))):
+    if text := forecast_line(planned, int((status or summary).get("peak_gpu_bytes", 0))):
         yield _row("GPU memory", text)
-    workers = [*(newest.get("members") or []), *(newest.get("spares") or [])]
+    workers = [*(status.get("members") or []), *(status.get("spares") or [])]
     peaks = [
         worker["peak_rss_bytes"] for worker in workers if isinstance(worker, Mapping) and "peak_rss_bytes" in worker
     ]
@@ -338,17 +364,17 @@ def _memory_lines(config: Path, newest: Mapping[str, Any]) -> Iterable[str]:
         yield _row("memory", f"peak {max(peaks) / 2**30:.2f} GiB of a worker's process")
 
 
-def _recovery_lines(recoveries: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+def _recovery_lines(recoveries: Sequence[Mapping[str, object]]) -> Iterable[str]:
     if not recoveries:
         yield _row("recoveries", "none")
     hidden = len(recoveries) - _NUM_RECOVERIES_SHOWN
     if hidden > 0:
         yield _row("recoveries", f"{len(recoveries)}, the last {_NUM_RECOVERIES_SHOWN}:")
     for index, recovery in enumerate(recoveries[-_NUM_RECOVERIES_SHOWN:]):
-        yield _row("recoveries" if index == 0 and hidden <= 0 else "", recovery_line(recovery))
+        yield _row("recoveries" if index == 0 and hidden <= 0 else "", recovery_line(Recovery.from_json(recovery)))
 
 
-def _summary_lines(summary: Mapping[str, Any]) -> Iterable[str]:
+def _summary_lines(summary: SummaryFile) -> Iterable[str]:
     if summary:
         changed = " (the mesh changed)" if summary.get("mesh_changed") else ""
         exact = "yes" if summary["exact"] else f"not promised{changed}"

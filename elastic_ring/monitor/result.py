@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from elastic_ring.monitor.metrics import read_metrics
+from elastic_ring.monitor.metrics import METRICS_NAME, read_metrics
+from elastic_ring.monitor.step_table import StepTable
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_INDEX
 
 
@@ -51,8 +52,9 @@ class Result:
     @cached_property
     def metrics(self) -> dict[str, Any]:
         """The last step's line of metrics.jsonl; only its loss where that file is gone."""
-        steps = read_metrics(self.path)
-        return steps[-1] if steps else {"loss": float.fromhex(self.summary["losses"][-1])}
+        with StepTable.load(self.path / METRICS_NAME) as table:
+            newest = table.newest(1)
+        return {**newest[-1]} if newest else {"loss": float.fromhex(self.summary["losses"][-1])}
 
     @cached_property
     def metrics_dataframe(self) -> Any:

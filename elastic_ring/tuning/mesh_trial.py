@@ -121,7 +121,7 @@ class MeshTrial(ray_tune.Trainable):
     def _records(self) -> tuple[list[float], list[float]]:
         """The times of the run's steps and the losses of its validations so far."""
         lines = read_metrics(self._run.driver_folder)
-        losses = [line["val_loss"] for line in lines if line.get("val_loss") is not None]
+        losses = [loss for line in lines if (loss := line.get("val_loss")) is not None]
         return [line["step_s"] for line in lines], losses
 
     def step(self) -> TrialResult:

@@ -20,7 +20,8 @@ from elastic_ring.forecast.sizing.machines import Fleet, Links, named_fleet
 from elastic_ring.forecast.sizing.rates import Rates
 from elastic_ring.monitor.goodput import WARM_STEPS, seen_of
 from elastic_ring.monitor.json_files import as_written, read_json, readable_json
-from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME, read_metrics
+from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME
+from elastic_ring.monitor.step_table import StepTable
 
 CORE_FLOPS, CPU_STEP_S = 36e9, 0.1
 """FLOP/s of a CPU core in fp32, and the fixed seconds of a step: two cores take 1.37 s for the laptop preset
@@ -107,7 +108,8 @@ def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
         step, scaling = PassChoice(number, kept, "").settings(settings.step, settings.scaling)
         settings = dataclasses.replace(settings, step=step, scaling=scaling)
     with as_written(str(folder / METRICS_NAME)):
-        steps_s = [float(line["step_s"]) for line in read_metrics(folder)]
+        with StepTable.load(folder / METRICS_NAME) as table:
+            steps_s = table.step_times_s()
         figures = seen_of(steps_s, summary)
     if "step_s" not in figures:
         raise ValueError(f"{folder}: its metrics.jsonl has no steps")

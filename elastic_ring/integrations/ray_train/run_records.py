@@ -23,8 +23,6 @@ from elastic_ring.monitor.metrics import (
     Recovery,
     StepMetrics,
     Summary,
-    missing_steps,
-    read_metrics,
     write_json,
 )
 from elastic_ring.runtime.coordinator.run_files import samples_digest
@@ -54,7 +52,7 @@ class Records:
         self._attempts = Journal(folder / ATTEMPTS_NAME)
         self._attempts.open()
         self._metrics = MetricsLog(folder).open()
-        self._goodput = Goodput(time.monotonic(), self._metrics.step_times_s())
+        self._goodput = Goodput(time.monotonic(), self._metrics.table.kept_s())
         self._last_s: float | None = None  # of the last recorded step
         self._noticed: tuple[float, str] | None = None
         self._pending: tuple[Recovery, float, float] | None = None  # with the times of its begin and of the last step
@@ -69,9 +67,9 @@ class Records:
     def begin(self, attempt: Attempt) -> int:
         """A worker group is about to compute its first step; returns its generation."""
         now, generation, step = time.monotonic(), 1 + len(self._of("attempt")), attempt["step"]
+        self._goodput.undone(self._metrics.table.kept_s(step))
         undone = self._metrics.go_back(step, (TERM, generation)) if generation > 1 else 0
         self._metrics.begin_at(step)
-        self._goodput.undone(step)
         if self._begun:  # else the run is submitted again, which is no recovery
             noticed_s, cause = self._noticed or (now, "Ray Train changed the number of workers")
             last_s = self._last_s if self._last_s is not None else noticed_s
@@ -105,7 +103,7 @@ class Records:
             log.warning("%s", remark)
             self._note("skipped" if metrics.skipped else "spike", step=metrics.step, told=remark)
         self._metrics.record(metrics)
-        self._goodput.committed(metrics.step, metrics.step_s)
+        self._goodput.committed(metrics.step_s)
         self._last_s = now
         if self._pending is not None:
             recovery, begun_s, last_s = self._pending
@@ -134,20 +132,20 @@ class Records:
 
     def finish(self, weights_sha256: str, peak_gpu_bytes: int = 0) -> dict[str, Any]:
         """Write the summary and return it. `peak_gpu_bytes`: of the last worker group."""
-        attempts, losses, lines = self._of("attempt"), self._metrics.losses_hex(), read_metrics(self._folder)
+        attempts, table = self._of("attempt"), self._metrics.table
+        losses = table.losses_hex()
         recoveries, num_failures = self._of("recovery"), len(self._of("failed"))
-        begun = lines[0]["step"] if lines else 0  # a run that begins at another's checkpoint has no lines before
-        missing = any(step >= begun for step in missing_steps(lines, self._metrics.last_step + 1))
+        missing = bool(table.missing(table.first_step, self._metrics.last_step + 1))  # none are before another's
         summary = Summary(
             steps=len(losses),
             losses=losses,
             weights_sha256=weights_sha256,
-            samples_sha256=None if missing else samples_digest(lines),
+            samples_sha256=None if missing else samples_digest(table.lines()),
             goodput=self._goodput.ratio(time.monotonic()),
             exact=not missing and not recoveries and all(line["mesh"] == attempts[0]["mesh"] for line in attempts),
             generations=[GenerationBegan(TERM, line["generation"], line["mesh"], line["reason"]) for line in attempts],
             recoveries=[Recovery.from_json(line) for line in recoveries],
-            skipped_steps=sum(bool(line["skipped"]) for line in lines),
+            skipped_steps=table.num_skipped(),
             lost_workers={"worker group failed": num_failures} if num_failures else {},
             resumed_from=[
                 {"path": line["resumed_from"], "step": line["step"]} for line in attempts if line["resumed_from"]

@@ -110,8 +110,7 @@ class RunRecorder:
         status = read_status(self._run.folder) or {}
         self._alive_at_s, lost_s = status.get("updated_unix_s"), status.get("lost_s")
         self.metrics.open(begin.identity)
-        kept_s = {step: s for step, s in self.metrics.step_times_s().items() if step >= begin.first_step}
-        self.goodput = Goodput(begin.started_s, kept_s, lost_s)
+        self.goodput = Goodput(begin.started_s, self.metrics.table.kept_s(begin.first_step), lost_s)
 
     def is_first(self, kind: str, subject: object) -> bool:
         """True for a report of a kind whose subject differs from the last one's, as many may report the same."""
@@ -126,10 +125,11 @@ class RunRecorder:
         build = next((command for command in commands if isinstance(command, Build)), None)
         if build is None or not self.steps.begun(build.step, (build.term, build.generation)):
             return None
+        undone_s = self.metrics.table.kept_s(max(build.step, self.begin.first_step))
         undone = self.metrics.go_back(build.step, (build.term, build.generation)) if build.goes_back else 0
         if undone:
-            self.goodput.lost.add("undone", self.goodput.undone_s(build.step))
-            self.goodput.undone(build.step)
+            self.goodput.lost.add("undone", undone_s)
+            self.goodput.undone(undone_s)
             self.steps.went_back()
             if self.newest_vote is not None and self.newest_vote.step >= build.step:
                 self.newest_vote = None
@@ -239,7 +239,7 @@ class RunRecorder:
         if record.gpu_memory:
             peak_bytes = max(self.live.peak_gpu_bytes, record.gpu_memory["peak"])
             self.live = replace(self.live, gpu_memory=record.gpu_memory, peak_gpu_bytes=peak_bytes)
-        self.goodput.committed(step, metrics.step_s)
+        self.goodput.committed(metrics.step_s)
         self.newest_vote = record.outcome.vote
         self.recoveries.committed(step, now)
 

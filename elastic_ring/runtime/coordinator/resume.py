@@ -5,8 +5,9 @@ Used by the driver before anything starts, and by the coordinator's keeper of ch
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -18,7 +19,7 @@ from elastic_ring.control.messages import BatchSkip, Checkpoint, CorpusVersion
 from elastic_ring.errors import CheckpointDamaged, RecordDamaged, StorageFailed
 from elastic_ring.files import cut, few, name_below, shown_url
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.journal import salvage
+from elastic_ring.monitor.journal import Flaw, Lines
 from elastic_ring.monitor.json_files import as_written, parse_json
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, ResumePoint
 from elastic_ring.runtime.identity import Identity
@@ -51,28 +52,28 @@ def earlier(storage: Storage, lineage: int, identity: str, damaged: dict[str, st
         begin = next((line for line in lines if line.get("note") == "begin"), None)
         if begin is None or begin.get("lineage", 0) != lineage or begin.get("identity", identity) != identity:
             continue
-        steps = [line.get("step") for line in _records(storage, folder + METRICS_NAME, damaged) if "loss_hex" in line]
-        ran = [step + 1 for step in steps if type(step) is int]
+        lines_of_steps = (line for line in _records(storage, folder + METRICS_NAME, damaged) if "loss_hex" in line)
+        num_steps = max((step + 1 for line in lines_of_steps if type(step := line.get("step")) is int), default=0)
         try:
             versions, skips = journalled(lines)
-            return Earlier(versions, max([*ran, begin.get("num_steps", 0)]), skips)
+            return Earlier(versions, max(num_steps, begin.get("num_steps", 0)), skips)
         except (LookupError, TypeError, AttributeError) as error:
             damaged[name] = f"{storage.at(name)} holds something else ({type(error).__name__}: {error})"
     return Earlier()
 
 
-def _records(storage: Storage, name: str, damaged: dict[str, str]) -> list[dict[str, Any]]:
+def _records(storage: Storage, name: str, damaged: dict[str, str]) -> Iterator[dict[str, Any]]:
+    wrong = list[Flaw]()
     try:
-        lines, wrong = salvage(growing(storage, name))
+        for line in Lines(io.BytesIO(growing(storage, name)), storage.at(name), wrong):
+            yield line.record
     except RecordDamaged as error:
         damaged[name] = error.message
-        return []
     if wrong:
         damaged[name] = (
             f"line {wrong[0].line} of {storage.at(name)} {wrong[0].problem}: which sequences the steps after the "
             "checkpoint used is known from the other lines only"
         )
-    return lines
 
 
 LINEAGES = "lineages"

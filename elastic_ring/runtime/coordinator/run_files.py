@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,13 @@ from elastic_ring.monitor.metrics import (
     STATUS_NAME,
     SUMMARY_NAME,
     Summary,
-    missing_steps,
     overwrite_json,
-    read_metrics,
     read_status,
     storage_error,
     write_json,
 )
 from elastic_ring.monitor.plot import draw_run
+from elastic_ring.monitor.step_table import MetricsLine, StepTable
 from elastic_ring.runtime.coordinator.inbox import End
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
 from elastic_ring.state.storage.backend import Retries
@@ -111,10 +110,13 @@ class RunFiles:
             return summary
         recoveries, totals, now = recorder.recoveries, recorder.totals, recorder.now()
         recoveries.finish(now)
-        num_steps, lines, uri = recorder.metrics.last_step + 1, read_metrics(folder), self._run.storage_uri.rstrip("/")
+        num_steps, uri = recorder.metrics.last_step + 1, self._run.storage_uri.rstrip("/")
         elsewhere = [point["step"] for point in totals.resumed_from if not point["path"].startswith(f"{uri}/")]
         begun = max(elsewhere, default=0)  # what another run's folder has, this one need not have
-        missing = [step for step in missing_steps(lines, num_steps) if step >= begun]
+        with StepTable.load(recorder.metrics.path) as table:
+            losses, missing, num_skipped = table.losses_hex(), table.missing(begun, num_steps), table.num_skipped()
+            samples_sha256 = None if missing else samples_digest(table.lines())
+            steps_s = table.step_times_s() if recorder.begin.planned else []
         if missing:
             recoveries.say(
                 f"{recorder.metrics.path} has no lines of {len(missing)} step(s), {missing[0]} to {missing[-1]}, that "
@@ -123,15 +125,15 @@ class RunFiles:
         exact = exact and not missing and recoveries.bits.are_promised
         summary = Summary(
             steps=num_steps,
-            losses=recorder.metrics.losses_hex(),
+            losses=losses,
             weights_sha256=weights_sha256,
-            samples_sha256=None if missing else samples_digest(lines),
+            samples_sha256=samples_sha256,
             goodput=recorder.goodput.ratio(now),
             exact=exact and all(recovery.exact for recovery in recoveries.records),
             generations=totals.generations,
             recoveries=recoveries.records,
             compilations_after_step_0=totals.num_compiled_late,
-            skipped_steps=sum(bool(line["skipped"]) for line in lines),
+            skipped_steps=num_skipped,
             lost_workers=recoveries.num_lost(),
             resumed_from=totals.resumed_from,
             checkpoints=totals.checkpoints,
@@ -147,9 +149,8 @@ class RunFiles:
         retries = Retries(self._run.timeouts.storage_s, lambda text: recoveries.say(f"the summary {text}"))
         retries(lambda: write_json(path, summary, durable=True), lambda error: not isinstance(error, OSError))
         if planned := recorder.begin.planned:
-            steps_s = list(recorder.metrics.step_times_s().values())
             recorder.tell(ForecastSeen(dict(planned), seen_of(steps_s, summary)))
-        draw_run(folder, summary["recoveries"], [point["step"] for point in totals.resumed_from])
+        draw_run(folder, recoveries.records, [point["step"] for point in totals.resumed_from])
         return summary
 
 
@@ -192,7 +193,7 @@ def _replace_status(folder: Path, status: dict[str, Any]) -> None:
         log.error("could not record the end in %s: %s", folder / STATUS_NAME, error)
 
 
-def samples_digest(lines: Iterable[Mapping[str, Any]]) -> str:
+def samples_digest(lines: Iterable[MetricsLine]) -> str:
     """sha256 over the consumed-samples digests of all committed steps, in order."""
     total = hashlib.sha256()
     for line in lines:

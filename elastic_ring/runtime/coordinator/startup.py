@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import math
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
@@ -29,16 +31,16 @@ from elastic_ring.errors import (
     StorageFailed,
 )
 from elastic_ring.monitor import json_files
-from elastic_ring.monitor.journal import Flaw, Journal, salvage, salvage_file
+from elastic_ring.monitor.journal import Flaw, Journal, salvage_file
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import (
     JOURNAL_NAME,
     METRICS_NAME,
     STATUS_NAME,
     SUMMARY_NAME,
-    missing_steps,
     rebuild_metrics,
 )
+from elastic_ring.monitor.step_table import StepTable
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.run_spec import (
     RECORDS,
@@ -258,20 +260,25 @@ def _restore_metrics(run_spec: RunSpec) -> list[str]:
     if not resume.checkpoints:
         return []
     identity = run_spec.identity.digest
-    if path.exists():
-        wrong, lines = rebuild_metrics(salvage_file(path), identity, resume.step)
-        if wrong:
-            remarks.append(json_files.set_aside(path, f"{path}: {wrong}"))
-    else:
-        uri, _ = located(run_spec.run.storage_uri, resume.checkpoints[-1].folder)
-        source = Storage(uri, timeout_s=run_spec.run.timeouts.storage_s).open(write=False)
-        _, lines = rebuild_metrics(salvage(run_storage.growing(source, METRICS_NAME)), identity, resume.step)
-    if not path.exists():
-        with Journal(path, durable=True) as journal:
-            for line in lines:
-                journal.append(line, sync=False)
-            journal.sync()
-    missing = missing_steps(lines, resume.step)
+    with tempfile.NamedTemporaryFile() as copy:
+        has_own = path.exists()
+        if not has_own:
+            uri, _ = located(run_spec.run.storage_uri, resume.checkpoints[-1].folder)
+            source = Storage(uri, timeout_s=run_spec.run.timeouts.storage_s).open(write=False)
+            copy.write(run_storage.growing(source, METRICS_NAME))
+            copy.flush()
+        flaws = list[Flaw]()
+        with StepTable.load(path if has_own else Path(copy.name), flaws) as table:
+            wrong, lines = rebuild_metrics(table, flaws, identity, resume.step)
+            if has_own and wrong:
+                remarks.append(json_files.set_aside(path, f"{path}: {wrong}"))
+            if not path.exists():
+                with Journal(path, durable=True) as journal:
+                    for line in lines:
+                        journal.append({**line}, sync=False)
+                    journal.sync()
+            is_own = (table.identity() or identity) == identity
+            missing = table.missing(0, resume.step) if is_own else [*range(resume.step)]
     if missing and (remarks or missing[-1] == resume.step - 1):  # else it was reported before
         remarks.append(f"{path} has no lines of {len(missing)} step(s), {missing[0]} to {missing[-1]}")
     return remarks

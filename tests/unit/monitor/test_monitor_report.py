@@ -126,7 +126,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_recovery_is_one_sentence() -> None:
-    assert recovery_line(RECOVERY) == SENTENCE
+    assert recovery_line(Recovery(**RECOVERY)) == SENTENCE
 
 
 def test_a_sentence_names_its_step_once_and_only_what_took_place() -> None:
@@ -139,10 +139,10 @@ def test_a_sentence_names_its_step_once_and_only_what_took_place() -> None:
         "rerun_s": None,
         "steps_undone": 2,
     }
-    assert recovery_line(told) == (
+    assert recovery_line(Recovery(**told)) == (
         "ranks 1 and 2 died in step 4; mesh shrank in 12 s: detect 0.02, close 0.11; 2 steps undone"
     )
-    assert recovery_line({**told, "cause": "node b left", "step": 9, "steps_undone": 1}) == (
+    assert recovery_line(Recovery(**{**told, "cause": "node b left", "step": 9, "steps_undone": 1})) == (
         "node b left in step 9; mesh shrank in 12 s: detect 0.02, close 0.11; 1 step undone"
     )
 
@@ -182,7 +182,7 @@ def test_without_a_terminal_there_are_plain_lines_now_and_then_and_the_last_one(
         for step in range(9):
             progress.step(metrics(step))
             now_s += 1.0
-        progress.note(recovery_line(RECOVERY))
+        progress.note(recovery_line(Recovery(**RECOVERY)))
     assert stream.getvalue().splitlines() == [
         "step  1/40  loss 5.0000  lr 0.001  grad 1  9.12k tok/s  gen 1  4 members (dp=2 x cp=2)",
         "step  6/40  loss 4.5000  lr 0.001  grad 1  9.12k tok/s  gen 1  4 members (dp=2 x cp=2)  34 s left",
@@ -206,7 +206,7 @@ def on_a_terminal(columns: int) -> str:
         for step in range(19, 25):  # step 19 was reported before the restart too
             progress.step(metrics(step))
             if step == 21:
-                progress.note(recovery_line(RECOVERY))
+                progress.note(recovery_line(Recovery(**RECOVERY)))
     written = b""
     with contextlib.suppress(OSError):  # EIO: all is read and the other end is closed
         while part := os.read(master, 1 << 16):
@@ -475,7 +475,7 @@ def test_watching_shows_the_news_until_it_is_interrupted(run: Path) -> None:
 
 def test_the_picture_marks_recoveries_and_needs_no_display(run: Path) -> None:
     plain = matplotlib.image.imread(draw_run(run, []))
-    marked = matplotlib.image.imread(draw_run(run, [RECOVERY], [12]))
+    marked = matplotlib.image.imread(draw_run(run, [Recovery(**RECOVERY)], [12]))
     assert marked.shape == plain.shape
     height, width, _ = marked.shape
     assert min(height, width) > 400
@@ -500,7 +500,7 @@ def test_short_and_broken_runs_have_a_picture_too(tmp_path: Path, num_steps: int
     with MetricsLog(tmp_path) as log:
         for step in range(num_steps):
             log.record(metrics(step, loss=float("nan") if step == 1 else 2.0, skipped=step == 1))
-    recoveries = [{**RECOVERY, "step": step, "total_s": None} for step in range(40 if num_steps else 0)]
+    recoveries = [Recovery(**{**RECOVERY, "step": step, "total_s": None}) for step in range(40 if num_steps else 0)]
     path = draw_run(tmp_path, recoveries)
     assert path.read_bytes().startswith(b"\x89PNG")
 

@@ -36,9 +36,10 @@ from elastic_ring.files import MAX_TOML_BYTES, name_below, plain_json, plain_tom
 from elastic_ring.integrations.transformers.weights import FolderWeights
 from elastic_ring.monitor.journal import Journal, Link, chained, journal_bytes, parse, salvage
 from elastic_ring.monitor.json_files import json_bytes, read_json
-from elastic_ring.monitor.metrics import Summary, committed_lines
+from elastic_ring.monitor.metrics import Summary
 from elastic_ring.monitor.page import page_data
 from elastic_ring.monitor.report import render_status
+from elastic_ring.monitor.step_table import StepTable
 from elastic_ring.runtime.coordinator.resume import earlier, scan_checkpoints
 from elastic_ring.runtime.coordinator.run_spec import summary_of
 from elastic_ring.state import sealed, snapshot
@@ -366,8 +367,8 @@ def test_journals_and_metrics(folder, data):
         Journal(at / "journal.jsonl").open().close()
     with fenced(at):
         standing(salvage(text)[0])
-    with fenced(at):
-        committed_lines(salvage(text)[0])
+    with fenced(at), StepTable.load(at / "metrics.jsonl", []) as table:
+        list(table.lines())
     with fenced(at):
         earlier(Storage(str(at)), 0, "identity", {})
 

@@ -290,7 +290,7 @@ class RecoveryLog:
                 self._open_faults.clear()
             case RecoveryEnded():
                 self.records.append(Recovery.from_json(fact.recovery))
-                self.lines.append(recovery_line(fact.recovery))
+                self.lines.append(recovery_line(self.records[-1]))
                 if fact.closes:
                     self._open = None
                 else:
