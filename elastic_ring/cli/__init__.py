@@ -1,5 +1,8 @@
 """The command line: `elastic-ring COMMAND`. A command's module is imported when it is called, and imports torch and Ray
-after it has read its arguments."""
+after it has read its arguments.
+
+Commands print text, never a terminal's control sequences, which could come from a file or another process.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, TextIO, cast
 
-from elastic_ring.monitor.terminal import plain_terminal
+from elastic_ring.files import printable
 
 # (module and, other than `main`, its function; what it does) by command
 COMMANDS = {
@@ -35,6 +40,48 @@ EXTRAS = {
     "tokenizers": "huggingface",
     "transformers": "huggingface",
 }
+
+_CLEAR_SCREEN = "\x1b[H\x1b[2J"
+
+
+class PlainStream:
+    """A text stream that shows control characters as `\\x1b`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def plain_terminal() -> Iterator[None]:
+    """All that is printed and logged meanwhile is text."""
+    out, err = (cast(TextIO, PlainStream(stream)) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
+        yield
+
+
+def clear_screen() -> None:
+    stream = sys.stdout
+    (stream.stream if isinstance(stream, PlainStream) else stream).write(_CLEAR_SCREEN)
+
+
+@contextmanager
+def coloured() -> Iterator[None]:
+    """The terminal itself, for text of this program and of the command line alone, such as `--help`."""
+    streams = (sys.stdout, sys.stderr)
+    out, err = (stream.stream if isinstance(stream, PlainStream) else stream for stream in streams)
+    with redirect_stdout(out), redirect_stderr(err):
+        yield
 
 
 def main(argv: Sequence[str] | None = None) -> int:

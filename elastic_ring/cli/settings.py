@@ -19,12 +19,12 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, Union, cast, get
 
 import tyro
 
+from elastic_ring.cli import coloured
 from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data, validation_sets
 from elastic_ring.cli.schedule import RATES, DefaultRates, default_rates, schedule_before, steps_of, usual_rates
 from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small, shown_plain
 from elastic_ring.model.config import ModelConfig, preset
-from elastic_ring.monitor.terminal import coloured
 from elastic_ring.validation import Flag, docstrings, from_plain, unknown_setting
 
 T = TypeVar("T")

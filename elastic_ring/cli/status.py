@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from elastic_ring.cli import clear_screen
 from elastic_ring.cli.operate import positive
 from elastic_ring.control.facts import fact_of
 from elastic_ring.errors import ElasticRingError
@@ -25,7 +26,6 @@ from elastic_ring.monitor.journal import salvage_file
 from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.monitor.page import LOCAL, Page
 from elastic_ring.monitor.report import render_status
-from elastic_ring.monitor.terminal import clear_screen
 from elastic_ring.runtime.run_storage import RunRecords
 
 

@@ -32,7 +32,6 @@ from elastic_ring.monitor.goodput import seen_of
 from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME, SummaryFile
 from elastic_ring.monitor.report import forecast_line, goodput_line
-from elastic_ring.monitor.step_table import StepTable
 from elastic_ring.validation import from_plain
 
 if TYPE_CHECKING:
@@ -402,6 +401,7 @@ def _train_beside_ray(settings: TrainSettings) -> int:
 
 def _train(settings: TrainSettings, trainer: ElasticRingTrainer) -> int:
     from elastic_ring.cli.forecasts.seen import beside, forecast_on_record
+    from elastic_ring.monitor.metrics_log import StepTable
     from elastic_ring.tuning.report import Prediction, training_terms
 
     trainer.forecast = partial(_planned, settings, trainer)
@@ -421,7 +421,7 @@ def _train(settings: TrainSettings, trainer: ElasticRingTrainer) -> int:
         f"{settings.run.storage_uri}"
     )
     with StepTable.load(result.path / METRICS_NAME) as table:
-        seen, newest = seen_of(table.step_times_s(), summary), table.newest(1)
+        seen, newest = seen_of(table.rows.values("step_s"), summary), table.newest(1)
     planned = forecast_on_record(result.path)
     if line := forecast_line(int(planned.get("gpu_bytes", 0)), int(seen.get("gpu_bytes", 0))):
         print(f"GPU memory: {line}")

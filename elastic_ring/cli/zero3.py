@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic_ring.cli import refused
+from elastic_ring.cli import plain_terminal, refused
 from elastic_ring.cli.settings import PRESETS, SECTIONS, SHORT, TrainSettings, has_flag, parse
 from elastic_ring.config import RunConfig, StepConfig
 from elastic_ring.errors import ElasticRingError
-from elastic_ring.monitor.terminal import plain_terminal
 from elastic_ring.train.guard_table import ZERO3, reason
 
 if TYPE_CHECKING:

@@ -10,22 +10,18 @@ import errno
 import logging
 import math
 import os
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypedDict, cast
+from typing import Any, Required, TypedDict, cast
 
 from elastic_ring.control.facts import GenerationBegan, ReliefsChanged
-from elastic_ring.errors import RecordDamaged, RunFailed
+from elastic_ring.errors import RecordDamaged
 from elastic_ring.files import replace_file
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.journal import Flaw, Journal, Retried
 from elastic_ring.monitor.json_files import json_bytes, read_json
-from elastic_ring.monitor.step_table import AGAIN, BEGINS, OF_RUN, STANDING, UNDONE, WENT_BACK, MetricsLine, StepTable
-from elastic_ring.state.storage.backend import ONCE
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +30,30 @@ SUMMARY_NAME = "summary.json"
 STATUS_NAME = "status.json"
 JOURNAL_NAME = "journal.jsonl"
 CONFIG_NAME = "config.json"
+
+
+class MetricsLine(TypedDict, total=False):
+    """A line of metrics.jsonl, as far as its readers use it: a step, a validation with `val_` keys, or a note."""
+
+    step: Required[int]
+    note: str
+    identity: str
+    build: list[int]
+    loss: float | None
+    loss_hex: str
+    replaces_loss_hex: str
+    step_s: float
+    skipped: bool
+    grad_norm: float | None
+    lr: float | None
+    tokens_per_s: float | None
+    exposed_hop_wait_s: float | None
+    expert_load_max: float | None
+    generation: int
+    mesh: dict[str, int]
+    samples: str
+    val_loss: float | None
+    unix_s: float
 
 
 class ResumePoint(TypedDict):
@@ -187,15 +207,6 @@ class StatusOfWorker(TypedDict, total=False):
     peak_rss_bytes: int
 
 
-class EndOnRecord(TypedDict):
-    """How a run ended, in status.json; empty values while it has not."""
-
-    error: str
-    message: str
-    facts: Mapping[str, object]
-    attempt: str
-
-
 class StatusFile(TypedDict, total=False):
     """status.json, as its readers use it; a damaged or older one may lack keys."""
 
@@ -219,29 +230,23 @@ class StatusFile(TypedDict, total=False):
     data_wait_share: float
     lost_s: Mapping[str, float]
     error: str
-    end: EndOnRecord
+    end: Mapping[str, object]
     peak_gpu_bytes: int
     story: Sequence[Sequence[object]]
 
 
-class GenerationLine(TypedDict):
-    """A generation in summary.json."""
-
-    term: int
-    generation: int
-    mesh: Mapping[str, int]
-    reason: str
-
-
 class SummaryFile(TypedDict, total=False):
-    """summary.json, as its readers use it: `Summary.to_json`. A damaged or older one may lack keys."""
+    """summary.json, as its readers use it: `Summary.to_json`. A damaged or older one may lack keys.
+
+    `generations` have term, generation and mesh.
+    """
 
     steps: int
     weights_sha256: str
     goodput: float
     exact: bool | None
     mesh_changed: bool
-    generations: Sequence[GenerationLine]
+    generations: Sequence[StatusFile]
     recoveries: Sequence[Mapping[str, object]]
     resumed_from: Sequence[ResumePoint]
     peak_gpu_bytes: int
@@ -332,175 +337,13 @@ def _field_values(kind: type[StepMetrics | Recovery], line: Mapping[str, object]
     return values
 
 
-@dataclass
-class NewestMetrics:
-    """The newest committed step and the Unix time of its record, the newest step that timed its exchanges, the newest
-    validation, and how many steps were skipped."""
-
-    step: StepMetrics | None = None
-    unix_s: float | None = None
-    timed: StepMetrics | None = None
-    validation: Validation | None = None
-    num_skipped: int = 0
-
-    @classmethod
-    def of(cls, table: StepTable) -> NewestMetrics:
-        def line_of(step: int) -> MetricsLine | None:
-            return next(table.lines(step)) if step >= 0 else None
-
-        newest, timed = line_of(table.newest_where()), line_of(table.newest_where("timed"))
-        validation = table.newest_validation()
-        return cls(
-            step=StepMetrics.from_json(newest) if newest else None,
-            unix_s=newest["unix_s"] if newest else None,
-            timed=StepMetrics.from_json(timed) if timed else None,
-            validation=Validation.from_json(validation) if validation else None,
-            num_skipped=table.num_skipped(),
-        )
-
-    def committed(self, step: StepMetrics, unix_s: float) -> None:
-        self.step, self.unix_s = step, unix_s
-        self.num_skipped += step.skipped
-        if step.exposed_hop_wait_s is not None:
-            self.timed = step
-
-
-class MetricsLog:
-    """DIR/metrics.jsonl: one line per committed step, however often the step is reported.
-
-    Where a run goes back to a checkpoint, a line notes it. A step that runs again then has no second line if its loss
-    is the same, bit for bit (a note says that it counts again), else one with both values (`replaces_loss_hex`).
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], retries: Retried = ONCE) -> None:
-        """`retries`: as `Journal` takes them."""
-        self.path = Path(directory) / METRICS_NAME
-        self._journal = Journal(self.path, durable=False, retries=retries)
-        self.table = StepTable(self.path)
-        self._retries = retries
-        self.newest = NewestMetrics()
-
-    @property
-    def last_step(self) -> int:
-        """The last step written, -1 for none; the one before which lines are missing."""
-        return self.table.last_step
-
-    def open(self, identity: str = "") -> MetricsLog:
-        """Open the file and continue it; a new one begins with the identity. Raises: JournalDamaged."""
-        self.table = StepTable.load(self.path)
-        self._journal.open(self.table.after)
-        self.table.keep()
-        if identity and not self.path.stat().st_size:
-            self._append({"step": 0, "note": OF_RUN, "identity": identity})
-        self.newest = NewestMetrics.of(self.table)
-        return self
-
-    def _append(self, line: Mapping[str, object]) -> None:
-        written = self._journal.append({**line})
-        self._retries(lambda: self.table.add(written), lambda error: True)  # as slow as the folder
-
-    def go_back(self, step: int, build: tuple[int, int]) -> int:
-        """The members of `build`, (term, generation), begin at a checkpoint of `step` steps: later steps run again.
-
-        Once for each build. Returns how many steps that undid.
-        """
-        if build <= self.table.went_back:
-            return 0
-        num_undone = self.table.num_standing(step)
-        # Also where there are none: a new coordinator must not undo what these members commit.
-        self._append({"step": step, "note": WENT_BACK, "build": list(build)})
-        self.newest = NewestMetrics.of(self.table)
-        return num_undone
-
-    def begin_at(self, step: int) -> None:
-        """A build begins at `step`: missing steps before it will not come any more, and are reported once."""
-        if step > self.last_step + 1:
-            log.error(
-                "%s has no lines for steps %d to %d: they were lost with their writer, or it began elsewhere",
-                self.path,
-                self.last_step + 1,
-                step - 1,
-            )
-            self._append({"step": step, "note": BEGINS})
-
-    def sync(self) -> None:
-        """All lines are on disk when this returns."""
-        self._journal.sync()
-
-    def record(self, metrics: StepMetrics) -> bool:
-        """Write a step; False if it is on record (members report recent steps again to a new coordinator).
-
-        Raises: RunFailed when it is on record with another loss: a published step was undone.
-        """
-        line, (row,) = metrics.to_json(), self.table.rows(metrics.step, metrics.step + 1)
-        before_hex = float(row["loss"]).hex()
-        if row["state"] == STANDING:
-            if before_hex != line["loss_hex"]:
-                raise RunFailed(
-                    f"step {metrics.step} was published with loss {before_hex} and now has {line['loss_hex']}",
-                    step=metrics.step,
-                )
-            return False
-        unix_s = round(time.time(), 3)
-        if row["state"] == UNDONE and before_hex == line["loss_hex"]:
-            self._append({"step": metrics.step, "note": AGAIN})
-        else:
-            replaces = {"replaces_loss_hex": before_hex} if row["state"] == UNDONE else {}
-            self._append({**line, **replaces, "unix_s": unix_s})
-        self.newest.committed(metrics, unix_s)
-        return True
-
-    def validated(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of a validation after `step` (`val_loss`, `val_...`), once.
-
-        It has its own line, possibly before the step's: the ring validates before it goes on, and may fail in between.
-        """
-        if not self.table.rows(step, step + 1)[0]["validated"]:
-            finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-            self.newest.validation = Validation(step, finite)
-            self._append(self.newest.validation.to_json())
-
-    def close(self) -> None:
-        self._journal.close()
-        self.table.close()
-
-    def __enter__(self) -> MetricsLog:
-        return self.open()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 def read_metrics(directory: str | os.PathLike[str]) -> list[MetricsLine]:
     """One mapping per committed step, in order, with `val_loss` and metrics where validated: all of them in memory.
-    `StepTable` reads some. Raises: JournalDamaged."""
+    `metrics_log.StepTable` reads some. Raises: JournalDamaged."""
+    from elastic_ring.monitor.metrics_log import StepTable  # with numpy, for which no command's --help waits
+
     with StepTable.load(Path(directory) / METRICS_NAME) as table:
         return list(table.lines())
-
-
-def rebuild_metrics(
-    table: StepTable, damaged: Sequence[Flaw], identity: str, before: int
-) -> tuple[str, Iterator[MetricsLine]]:
-    """The damage of a metrics.jsonl, empty for none, and the lines of a new file in its place.
-
-    The new file has the undamaged lines of the steps before `before` and notes where lines are missing, but no line
-    of a run with another `identity`.
-    """
-
-    def kept(stop: int) -> Iterator[MetricsLine]:
-        yield {"step": 0, "note": OF_RUN, "identity": identity}
-        last_step = -1
-        for line in table.raw_lines(stop):
-            if "loss_hex" in line:
-                if line["step"] != last_step + 1:
-                    yield {"step": line["step"], "note": BEGINS}
-                last_step = line["step"]
-            yield line
-
-    if (table.identity() or identity) != identity:
-        return "it is another run's", kept(0)
-    more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-    return f"line {damaged[0].line}{more} of it {damaged[0].problem}" if damaged else "", kept(before)
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:

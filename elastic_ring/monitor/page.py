@@ -25,10 +25,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from elastic_ring.errors import ElasticRingError, RecordDamaged
-from elastic_ring.monitor.metrics import Recovery
+from elastic_ring.monitor.metrics import MetricsLine, Recovery
 from elastic_ring.monitor.plot import loss_names, values_of
 from elastic_ring.monitor.report import Records, duration, left_s, newest_rate, recovery_line
-from elastic_ring.monitor.step_table import MetricsLine
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +183,7 @@ def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
 # ---------------------------------------------------------------- its data
 
 
-def page_data(folder: Path, now_unix_s: float | None = None) -> dict[str, object]:
+def page_data(folder: Path, now_unix_s: float | None = None) -> dict[str, Any]:
     """The state, the curves and the ranks of a run, from the records in its folder. Raises: RecordDamaged for records
     with unexpected content."""
     now = time.time() if now_unix_s is None else now_unix_s

@@ -15,9 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from elastic_ring.monitor.metrics import METRICS_NAME, Recovery
+from elastic_ring.monitor.metrics import METRICS_NAME, MetricsLine, Recovery
 from elastic_ring.monitor.report import seconds
-from elastic_ring.monitor.step_table import MetricsLine, StepTable
 
 _LOSS_COLOUR = "#1f4e79"
 _RECOVERY_COLOUR, _RESUME_COLOUR = "#b3261e", "#2e7d32"
@@ -36,6 +35,8 @@ MAX_LINES = 4000
 
 def draw_run(run_folder: str | os.PathLike[str], recoveries: Sequence[Recovery], resumes: Sequence[int] = ()) -> Path:
     """Write RUN/loss.png from RUN/metrics.jsonl; warn where matplotlib is missing. Raises: JournalDamaged."""
+    from elastic_ring.monitor.metrics_log import StepTable
+
     path = Path(run_folder) / "loss.png"
     try:
         with StepTable.load(Path(run_folder) / METRICS_NAME) as table:

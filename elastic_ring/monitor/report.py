@@ -27,13 +27,12 @@ from elastic_ring.monitor.metrics import (
     METRICS_NAME,
     STATUS_NAME,
     SUMMARY_NAME,
-    GenerationLine,
+    MetricsLine,
     Recovery,
     StatusFile,
     StatusOfWorker,
     SummaryFile,
 )
-from elastic_ring.monitor.step_table import MetricsLine, StepTable
 
 _PARTS = ("detect", "close", "heal", "rerun")
 _NUM_RECOVERIES_SHOWN = 5
@@ -153,6 +152,8 @@ class Records:
     @classmethod
     def of(cls, folder: Path, *, most_lines: int = 0) -> Records:
         """`most_lines`: of the curves. Raises: OtherFormat."""
+        from elastic_ring.monitor.metrics_log import StepTable
+
         damaged: list[str] = []
 
         def content(name: str) -> object:
@@ -178,7 +179,7 @@ class Records:
         with lines(METRICS_NAME) as flaws, StepTable.load(folder / METRICS_NAME, flaws) as table:
             num_steps, steps = table.last_step + 1, table.newest(_NUM_PACED)
             curves = table.sample(most_lines) if most_lines else []
-            validated = next(table.lines(at), None) if (at := table.newest_where("validated")) >= 0 else None
+            validated = next(table.lines(at), None) if (at := table.rows.newest("validated")) >= 0 else None
         path = folder / JOURNAL_NAME
         with suppress(FileNotFoundError), lines(JOURNAL_NAME) as flaws, opened(path) as file:
             for line in Lines(file, path, flaws):
@@ -219,7 +220,7 @@ def _versions_lines(config: Path) -> list[str]:
 
 def _mesh_line(status: StatusFile, summary: SummaryFile) -> str:
     generations = [*summary.get("generations", ())][-1:]
-    newest: StatusFile | GenerationLine = status or (generations[0] if generations else {})
+    newest = status or (generations[0] if generations else {})
     mesh = newest.get("mesh")
     absent = "none any more" if status.get("ended") else "none yet"
     shape = f"dp={mesh['dp']} x cp={mesh['cp']}" if mesh and mesh["dp"] else absent

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ring.monitor.metrics import METRICS_NAME, read_metrics
-from elastic_ring.monitor.step_table import StepTable
+from elastic_ring.monitor.metrics_log import StepTable
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_INDEX
 
 

@@ -21,7 +21,6 @@ from elastic_ring.forecast.sizing.rates import Rates
 from elastic_ring.monitor.goodput import WARM_STEPS, seen_of
 from elastic_ring.monitor.json_files import as_written, read_json, readable_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME
-from elastic_ring.monitor.step_table import StepTable
 
 CORE_FLOPS, CPU_STEP_S = 36e9, 0.1
 """FLOP/s of a CPU core in fp32, and the fixed seconds of a step: two cores take 1.37 s for the laptop preset
@@ -97,6 +96,8 @@ def forecast_on_record(folder: Path) -> dict[str, float]:
 
 def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
     """The settings of a run that has ended, and its measurements. Raises ValueError for a folder without them."""
+    from elastic_ring.monitor.metrics_log import StepTable
+
     summary = read_json(folder / SUMMARY_NAME) if (folder / SUMMARY_NAME).exists() else None
     if not summary or not (folder / "config.toml").exists() or not (folder / METRICS_NAME).exists():
         raise ValueError(f"{folder}: is no run that has ended: summary.json, config.toml or metrics.jsonl is not there")
@@ -109,7 +110,7 @@ def read_run(folder: Path) -> tuple[TrainSettings, Seen]:
         settings = dataclasses.replace(settings, step=step, scaling=scaling)
     with as_written(str(folder / METRICS_NAME)):
         with StepTable.load(folder / METRICS_NAME) as table:
-            steps_s = table.step_times_s()
+            steps_s = table.rows.values("step_s")
         figures = seen_of(steps_s, summary)
     if "step_s" not in figures:
         raise ValueError(f"{folder}: its metrics.jsonl has no steps")

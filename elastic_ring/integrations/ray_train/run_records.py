@@ -16,15 +16,8 @@ from elastic_ring.control.facts import GenerationBegan
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.monitor.goodput import Goodput
 from elastic_ring.monitor.journal import Journal, read
-from elastic_ring.monitor.metrics import (
-    RECOVERY_KEYS,
-    SUMMARY_NAME,
-    MetricsLog,
-    Recovery,
-    StepMetrics,
-    Summary,
-    write_json,
-)
+from elastic_ring.monitor.metrics import RECOVERY_KEYS, SUMMARY_NAME, Recovery, StepMetrics, Summary, write_json
+from elastic_ring.monitor.metrics_log import MetricsLog
 from elastic_ring.runtime.coordinator.run_files import samples_digest
 
 log = logging.getLogger(__name__)
@@ -52,7 +45,7 @@ class Records:
         self._attempts = Journal(folder / ATTEMPTS_NAME)
         self._attempts.open()
         self._metrics = MetricsLog(folder).open()
-        self._goodput = Goodput(time.monotonic(), self._metrics.table.kept_s())
+        self._goodput = Goodput(time.monotonic(), self._metrics.table.rows.total("step_s"))
         self._last_s: float | None = None  # of the last recorded step
         self._noticed: tuple[float, str] | None = None
         self._pending: tuple[Recovery, float, float] | None = None  # with the times of its begin and of the last step
@@ -67,7 +60,7 @@ class Records:
     def begin(self, attempt: Attempt) -> int:
         """A worker group is about to compute its first step; returns its generation."""
         now, generation, step = time.monotonic(), 1 + len(self._of("attempt")), attempt["step"]
-        self._goodput.undone(self._metrics.table.kept_s(step))
+        self._goodput.undone(self._metrics.table.rows.total("step_s", step))
         undone = self._metrics.go_back(step, (TERM, generation)) if generation > 1 else 0
         self._metrics.begin_at(step)
         if self._begun:  # else the run is submitted again, which is no recovery
@@ -135,7 +128,8 @@ class Records:
         attempts, table = self._of("attempt"), self._metrics.table
         losses = table.losses_hex()
         recoveries, num_failures = self._of("recovery"), len(self._of("failed"))
-        missing = bool(table.missing(table.first_step, self._metrics.last_step + 1))  # none are before another's
+        begun = next((int(steps[0]) for steps, _ in table.rows.standing()), 0)
+        missing = bool(table.rows.missing(begun, self._metrics.last_step + 1))  # none are before another's
         summary = Summary(
             steps=len(losses),
             losses=losses,
@@ -145,7 +139,7 @@ class Records:
             exact=not missing and not recoveries and all(line["mesh"] == attempts[0]["mesh"] for line in attempts),
             generations=[GenerationBegan(TERM, line["generation"], line["mesh"], line["reason"]) for line in attempts],
             recoveries=[Recovery.from_json(line) for line in recoveries],
-            skipped_steps=table.num_skipped(),
+            skipped_steps=int(table.rows.total("skipped")),
             lost_workers={"worker group failed": num_failures} if num_failures else {},
             resumed_from=[
                 {"path": line["resumed_from"], "step": line["step"]} for line in attempts if line["resumed_from"]

@@ -51,11 +51,8 @@ from elastic_ring.control.state import (
 from elastic_ring.costs import MOST_SHARES
 from elastic_ring.monitor.goodput import Goodput, Stage, build_stages, time_by_part
 from elastic_ring.monitor.journal import Retried
-from elastic_ring.monitor.metrics import (
-    CheckpointEvent,
-    MetricsLog,
-    read_status,
-)
+from elastic_ring.monitor.metrics import CheckpointEvent, read_status
+from elastic_ring.monitor.metrics_log import MetricsLog
 from elastic_ring.runtime.coordinator.folds.recovery_log import RecordFact, RecoveryLog, Timings
 from elastic_ring.runtime.coordinator.folds.run_totals import Live, PublishedSteps, RunTotals
 from elastic_ring.runtime.notices import (
@@ -110,7 +107,7 @@ class RunRecorder:
         status = read_status(self._run.folder) or {}
         self._alive_at_s, lost_s = status.get("updated_unix_s"), status.get("lost_s")
         self.metrics.open(begin.identity)
-        self.goodput = Goodput(begin.started_s, self.metrics.table.kept_s(begin.first_step), lost_s)
+        self.goodput = Goodput(begin.started_s, self.metrics.table.rows.total("step_s", begin.first_step), lost_s)
 
     def is_first(self, kind: str, subject: object) -> bool:
         """True for a report of a kind whose subject differs from the last one's, as many may report the same."""
@@ -125,7 +122,7 @@ class RunRecorder:
         build = next((command for command in commands if isinstance(command, Build)), None)
         if build is None or not self.steps.begun(build.step, (build.term, build.generation)):
             return None
-        undone_s = self.metrics.table.kept_s(max(build.step, self.begin.first_step))
+        undone_s = self.metrics.table.rows.total("step_s", max(build.step, self.begin.first_step))
         undone = self.metrics.go_back(build.step, (build.term, build.generation)) if build.goes_back else 0
         if undone:
             self.goodput.lost.add("undone", undone_s)

@@ -23,14 +23,15 @@ from elastic_ring.monitor.json_files import readable_json
 from elastic_ring.monitor.metrics import (
     STATUS_NAME,
     SUMMARY_NAME,
+    MetricsLine,
     Summary,
     overwrite_json,
     read_status,
     storage_error,
     write_json,
 )
+from elastic_ring.monitor.metrics_log import StepTable
 from elastic_ring.monitor.plot import draw_run
-from elastic_ring.monitor.step_table import MetricsLine, StepTable
 from elastic_ring.runtime.coordinator.inbox import End
 from elastic_ring.runtime.coordinator.recorder import RunRecorder
 from elastic_ring.state.storage.backend import Retries
@@ -114,9 +115,9 @@ class RunFiles:
         elsewhere = [point["step"] for point in totals.resumed_from if not point["path"].startswith(f"{uri}/")]
         begun = max(elsewhere, default=0)  # what another run's folder has, this one need not have
         with StepTable.load(recorder.metrics.path) as table:
-            losses, missing, num_skipped = table.losses_hex(), table.missing(begun, num_steps), table.num_skipped()
+            losses, missing = table.losses_hex(), table.rows.missing(begun, num_steps)
             samples_sha256 = None if missing else samples_digest(table.lines())
-            steps_s = table.step_times_s() if recorder.begin.planned else []
+            steps_s = table.rows.values("step_s") if recorder.begin.planned else []
         if missing:
             recoveries.say(
                 f"{recorder.metrics.path} has no lines of {len(missing)} step(s), {missing[0]} to {missing[-1]}, that "
@@ -133,7 +134,7 @@ class RunFiles:
             generations=totals.generations,
             recoveries=recoveries.records,
             compilations_after_step_0=totals.num_compiled_late,
-            skipped_steps=num_skipped,
+            skipped_steps=recorder.metrics.newest.num_skipped,
             lost_workers=recoveries.num_lost(),
             resumed_from=totals.resumed_from,
             checkpoints=totals.checkpoints,

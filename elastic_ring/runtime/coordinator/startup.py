@@ -33,14 +33,8 @@ from elastic_ring.errors import (
 from elastic_ring.monitor import json_files
 from elastic_ring.monitor.journal import Flaw, Journal, salvage_file
 from elastic_ring.monitor.json_files import read_json
-from elastic_ring.monitor.metrics import (
-    JOURNAL_NAME,
-    METRICS_NAME,
-    STATUS_NAME,
-    SUMMARY_NAME,
-    rebuild_metrics,
-)
-from elastic_ring.monitor.step_table import StepTable
+from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
+from elastic_ring.monitor.metrics_log import StepTable, rebuild_metrics
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.run_spec import (
     RECORDS,
@@ -269,7 +263,7 @@ def _restore_metrics(run_spec: RunSpec) -> list[str]:
             copy.flush()
         flaws = list[Flaw]()
         with StepTable.load(path if has_own else Path(copy.name), flaws) as table:
-            wrong, lines = rebuild_metrics(table, flaws, identity, resume.step)
+            wrong, lines, missing = rebuild_metrics(table, flaws, identity, resume.step)
             if has_own and wrong:
                 remarks.append(json_files.set_aside(path, f"{path}: {wrong}"))
             if not path.exists():
@@ -277,8 +271,6 @@ def _restore_metrics(run_spec: RunSpec) -> list[str]:
                     for line in lines:
                         journal.append({**line}, sync=False)
                     journal.sync()
-            is_own = (table.identity() or identity) == identity
-            missing = table.missing(0, resume.step) if is_own else [*range(resume.step)]
     if missing and (remarks or missing[-1] == resume.step - 1):  # else it was reported before
         remarks.append(f"{path} has no lines of {len(missing)} step(s), {missing[0]} to {missing[-1]}")
     return remarks

@@ -22,7 +22,8 @@ from elastic_ring.errors import CheckpointDamaged, RunFailed, StorageFailed, Ter
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal, journal_bytes
 from elastic_ring.monitor.json_files import json_bytes
-from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, read_metrics
+from elastic_ring.monitor.metrics import StepMetrics, read_metrics
+from elastic_ring.monitor.metrics_log import MetricsLog
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator import checkpoints
 from elastic_ring.runtime.coordinator import resume as resume_module

@@ -29,7 +29,8 @@ from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.callbacks import Callback
 from elastic_ring.monitor.journal import Journal, salvage
-from elastic_ring.monitor.metrics import MetricsLog, StepMetrics, Summary, read_metrics, write_json
+from elastic_ring.monitor.metrics import StepMetrics, Summary, read_metrics, write_json
+from elastic_ring.monitor.metrics_log import MetricsLog
 from elastic_ring.runtime.agent.messages import Said
 from elastic_ring.runtime.coordinator.resume import find_resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec

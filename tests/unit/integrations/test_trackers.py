@@ -25,7 +25,8 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.callbacks import STOPPED_BY_USER, CallbackDelivery, RunInfo
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.json_files import json_bytes
-from elastic_ring.monitor.metrics import JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, MetricsLog, StepMetrics
+from elastic_ring.monitor.metrics import JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, StepMetrics
+from elastic_ring.monitor.metrics_log import MetricsLog
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {"optim": {"peak_lr": 0.25, "betas": [0.9, 0.95]}, "data": {"source": "StdlibText"}, "digest": "ab"}

@@ -14,15 +14,8 @@ from elastic_ring.errors import JournalDamaged, RecordDamaged, RunFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.goodput import Goodput
 from elastic_ring.monitor.json_files import read_json
-from elastic_ring.monitor.metrics import (
-    RECOVERY_KEYS,
-    MetricsLog,
-    Recovery,
-    StepMetrics,
-    Summary,
-    read_metrics,
-    write_json,
-)
+from elastic_ring.monitor.metrics import RECOVERY_KEYS, Recovery, StepMetrics, Summary, read_metrics, write_json
+from elastic_ring.monitor.metrics_log import MetricsLog
 
 RECOVERY: dict[str, Any] = {
     "step": 21,
@@ -125,7 +118,7 @@ def test_a_step_is_written_once_also_across_a_restart(tmp_path: Path) -> None:
         assert log.last_step == 2
         assert [log.record(metrics(step, step / 3)) for step in (1, 2, 3)] == [False, False, True]
         assert log.table.losses_hex() == [(step / 3).hex() for step in range(4)]
-        assert log.table.step_times_s() == [0.9] * 4
+        assert log.table.rows.values("step_s") == [0.9] * 4
     assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1, 2, 3]
 
 

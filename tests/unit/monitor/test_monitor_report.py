@@ -29,7 +29,8 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.monitor import json_files
 from elastic_ring.monitor.goodput import TIME_PARTS
 from elastic_ring.monitor.journal import Journal
-from elastic_ring.monitor.metrics import MetricsLog, Recovery, StepMetrics, Summary, write_json
+from elastic_ring.monitor.metrics import Recovery, StepMetrics, Summary, write_json
+from elastic_ring.monitor.metrics_log import MetricsLog
 from elastic_ring.monitor.plot import draw_run, short_cause
 from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.monitor.report import (

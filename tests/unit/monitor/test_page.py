@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 
 from elastic_ring.cli import status
 from elastic_ring.monitor import page as page_module
-from elastic_ring.monitor.metrics import METRICS_NAME, MetricsLog, write_json
+from elastic_ring.monitor.metrics import METRICS_NAME, write_json
+from elastic_ring.monitor.metrics_log import MetricsLog
 from elastic_ring.monitor.page import Page, _own_names, page_data, thinned
 from tests.unit.deploy.tools import program
 from tests.unit.monitor.test_monitor_report import SENTENCE, live_status, metrics

@@ -37,9 +37,9 @@ from elastic_ring.integrations.transformers.weights import FolderWeights
 from elastic_ring.monitor.journal import Journal, Link, chained, journal_bytes, parse, salvage
 from elastic_ring.monitor.json_files import json_bytes, read_json
 from elastic_ring.monitor.metrics import Summary
+from elastic_ring.monitor.metrics_log import StepTable
 from elastic_ring.monitor.page import page_data
 from elastic_ring.monitor.report import render_status
-from elastic_ring.monitor.step_table import StepTable
 from elastic_ring.runtime.coordinator.resume import earlier, scan_checkpoints
 from elastic_ring.runtime.coordinator.run_spec import summary_of
 from elastic_ring.state import sealed, snapshot

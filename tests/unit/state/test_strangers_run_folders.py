@@ -21,9 +21,9 @@ from elastic_ring.errors import RecordDamaged
 from elastic_ring.monitor import callbacks
 from elastic_ring.monitor.journal import Flaw, Journal, journal_bytes, read, salvage_file
 from elastic_ring.monitor.json_files import json_bytes
-from elastic_ring.monitor.metrics import Summary, rebuild_metrics
+from elastic_ring.monitor.metrics import Summary
+from elastic_ring.monitor.metrics_log import StepTable, rebuild_metrics
 from elastic_ring.monitor.result import Result
-from elastic_ring.monitor.step_table import StepTable
 from elastic_ring.runtime.coordinator.resume import find_resume
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.submission import read_record
@@ -193,7 +193,7 @@ def test_the_end_the_steps_and_what_callbacks_were_told(folder, data):
         flaws = list[Flaw]()
         with StepTable.load(at / "metrics.jsonl", flaws) as table:
             list(rebuild_metrics(table, flaws, "identity", 1 << 10)[1])
-            table.missing(0, 1 << 10)
+            table.rows.missing(0, 1 << 10)
     with fenced(at):
         list(read(at / "journal.jsonl"))
 
