@@ -16,14 +16,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypedDict, cast
 
 from elastic_ring.errors import RecordDamaged
 from elastic_ring.files import plain_json
-from elastic_ring.monitor.journal import MAX_LINE_BYTES, opened, record_of
+from elastic_ring.monitor.journal import Lines, Place, opened
 from elastic_ring.monitor.json_files import as_written, read_json, set_aside
 from elastic_ring.monitor.metrics import (
     JOURNAL_NAME,
@@ -239,7 +238,7 @@ class _NewLines:
     """The complete lines that others append to a JSON lines file."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
+        self._path, self._after = path, Place()
 
     def read(self) -> Iterator[dict[str, Any]]:
         """The records since the last call."""
@@ -248,13 +247,9 @@ class _NewLines:
         except FileNotFoundError:
             return
         with file:
-            file.seek(self._offset)
-            for line in iter(partial(file.readline, MAX_LINE_BYTES + 1), b""):
-                if not line.endswith(b"\n") or b"\0" in line:  # its writer has not finished it, or was cut off
-                    return
-                self._offset += len(line)
-                if (record := record_of(line)) is not None:  # a damaged line is reported where the file is opened again
-                    yield record
+            for line in Lines(file, self._path, [], self._after):  # damage is reported where the file is opened again
+                self._after = line.after
+                yield line.record
 
 
 @dataclass

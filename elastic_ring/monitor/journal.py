@@ -7,7 +7,6 @@ journal must not enter this module.
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import re
@@ -17,7 +16,7 @@ import threading
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -181,15 +180,6 @@ def chained(record: Mapping[str, object], link: Link, writer: str = "") -> tuple
     return text + b',"crc":"%08x"}\n' % crc, Link(link.number + 1, crc)
 
 
-def journal_bytes(records: Iterable[Mapping[str, Any]]) -> bytes:
-    """A journal of these records."""
-    lines, link = [], Link()
-    for record in records:
-        line, link = chained(record, link)
-        lines.append(line)
-    return b"".join(lines)
-
-
 class Flaw(NamedTuple):
     """A line, counted from 1, that cannot be used or does not follow the line before it."""
 
@@ -226,23 +216,11 @@ def opened(path: str | os.PathLike[str]) -> BinaryIO:
     return open(fd, "rb")
 
 
-def parse(data: bytes, name: str) -> Iterator[dict[str, Any]]:
-    """The records in a journal's bytes; as `read`, whose errors say `name` instead of a path."""
-    for line in Lines(io.BytesIO(data), name):
-        yield line.record
-
-
-def salvage(data: bytes) -> tuple[list[dict[str, Any]], list[Flaw]]:
-    """The intact records, and the lines that are damaged or before which others are missing.
-
-    An incomplete last line is neither. Raises OtherFormat.
-    """
-    flaws: list[Flaw] = []
-    return [line.record for line in Lines(io.BytesIO(data), "the journal", flaws)], flaws
-
-
 def salvage_file(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[Flaw]]:
-    """As `salvage`, of a file; nothing for a missing one. Raises as `opened`; OtherFormat."""
+    """The intact records, and the lines that are damaged or before which others are missing; nothing without a file.
+
+    An incomplete last line is neither. Raises as `opened`; OtherFormat.
+    """
     if not os.path.exists(path):
         return [], []
     flaws: list[Flaw] = []
@@ -363,12 +341,6 @@ class Lines:
             reason = f"line {flaw.line} of {self._path} {flaw.problem}; the run's next submission sets it aside"
             raise JournalDamaged(reason, path=str(self._path), line=flaw.line)
         self._flaws.append(flaw)
-
-
-def record_of(line: bytes) -> dict[str, Any] | None:
-    """The record of one line; None for a damaged one. Raises OtherFormat."""
-    parsed = _parsed(line, "the journal")
-    return parsed[0] if parsed else None
 
 
 def line_at(file: BinaryIO, start_bytes: int) -> Line | None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, Required, TypedDict, cast
+from typing import Any, Required, TypedDict
 
 from elastic_ring.control.facts import GenerationBegan, ReliefsChanged
 from elastic_ring.errors import RecordDamaged
@@ -143,12 +143,6 @@ class Validation:
 
     def to_json(self) -> dict[str, float | None]:
         return {"step": self.step, **self.values}
-
-    @classmethod
-    def from_json(cls, line: Mapping[str, object]) -> Validation:
-        """The inverse of `to_json`."""
-        values = {name: value for name, value in line.items() if name != "step"}
-        return cls(cast(int, line["step"]), cast("dict[str, float | None]", values))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -351,10 +351,11 @@ class StepTable:
         line = line_at(self._file, 0) if self._file is not None else None
         return str(line.record.get("identity", "")) if line and line.record.get("note") == OF_RUN else ""
 
-    def newest_validation(self) -> MetricsLine | None:
-        """The last validation's line; the step's own may be missing."""
+    def newest_validation(self) -> dict[str, object]:
+        """The values of the last validation, whose step may be missing; empty without one."""
         rows = self.rows.get(max(0, self.last_validated), self.last_validated + 1)
-        return self.record(self.last_validated, rows[0], "validation") if rows.size else None
+        line = self.record(self.last_validated, rows[0], "validation") if rows.size else {}
+        return {name: value for name, value in line.items() if name != "step"}
 
     def _line(self, step: int, row: Any) -> MetricsLine:
         line = self.record(step, row)
@@ -428,12 +429,12 @@ class NewestMetrics:
             return next(table.lines(step)) if step >= 0 else None
 
         newest, timed = line_of(table.rows.newest()), line_of(table.rows.newest("timed"))
-        validation = table.newest_validation()
+        values = cast("dict[str, float | None]", table.newest_validation())
         return cls(
             step=StepMetrics.from_json(newest) if newest else None,
             unix_s=newest["unix_s"] if newest else None,
             timed=StepMetrics.from_json(timed) if timed else None,
-            validation=Validation.from_json(validation) if validation else None,
+            validation=Validation(table.last_validated, values) if values else None,
             num_skipped=int(table.rows.total("skipped")),
         )
 

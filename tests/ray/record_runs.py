@@ -20,9 +20,10 @@ from pathlib import Path
 
 import ray
 
-from elastic_ring.monitor.journal import journal_bytes, read
+from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.runtime.driver.cluster import NAMESPACE
+from tests.journals import journal_bytes
 from tests.ray.conftest import check_records, tiny_trainer
 from tests.ray.fork_server import ForkServer
 from tests.ray.recovery.test_reshaped import shrunk_and_grown

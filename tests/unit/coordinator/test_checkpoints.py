@@ -20,7 +20,7 @@ from elastic_ring.config import CheckpointConfig, RunConfig, Timeouts
 from elastic_ring.control.messages import BatchSkip, Checkpoint, CorpusVersion
 from elastic_ring.errors import CheckpointDamaged, RunFailed, StorageFailed, TermLost
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.journal import Journal, journal_bytes
+from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.monitor.metrics import StepMetrics, read_metrics
 from elastic_ring.monitor.metrics_log import MetricsLog
@@ -38,6 +38,7 @@ from elastic_ring.state.checkpoints.retention import KEPT_NAME
 from elastic_ring.state.storage import folder as storage_folder
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.vote import NOTHING, Flag
+from tests.journals import journal_bytes
 from tests.unit.state.test_checkpoint import same, shard_of
 
 IDENTITY = Identity({"step.seed": "0", VERSION: CONTENTS})

@@ -28,7 +28,7 @@ from elastic_ring.mesh import Mesh
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.monitor.callbacks import Callback
-from elastic_ring.monitor.journal import Journal, salvage
+from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.metrics import StepMetrics, Summary, read_metrics, write_json
 from elastic_ring.monitor.metrics_log import MetricsLog
 from elastic_ring.runtime.agent.messages import Said
@@ -42,6 +42,7 @@ from elastic_ring.state.checkpoints.checkpoint import Reader, committed
 from elastic_ring.state.checkpoints.manifest import read_manifest
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.optim import OptimConfig
+from tests.journals import salvage
 from tests.unit.coordinator.test_checkpoints import CP, Run
 from tests.unit.state.test_checkpoint import shard_of
 

@@ -13,12 +13,12 @@ from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
 from elastic_ring.control.messages import Checkpoint
 from elastic_ring.errors import CoordinatorLost, JournalDamaged, RunFailed
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.journal import journal_bytes
 from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.runtime.coordinator.resume import Resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, control_options
 from elastic_ring.runtime.coordinator.startup import Startup, open_run
 from elastic_ring.runtime.terms import Terms
+from tests.journals import journal_bytes
 
 
 def run_spec(folder: Path, attempt: str, submitted_unix_s: float = 50.0) -> RunSpec:

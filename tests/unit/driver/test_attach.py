@@ -19,7 +19,6 @@ from elastic_ring.data.source import order_of
 from elastic_ring.errors import CoordinatorLost, CrashLoop, StorageFailed, UserCodeFailed
 from elastic_ring.model.config import preset
 from elastic_ring.model.transformer import Transformer
-from elastic_ring.monitor.journal import journal_bytes
 from elastic_ring.monitor.metrics import STATUS_NAME, SUMMARY_NAME, write_json
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
 from elastic_ring.runtime.coordinator.run_spec import RunSpec
@@ -39,6 +38,7 @@ from elastic_ring.runtime.driver.submission_rules import (
     other_versions,
 )
 from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity, changed_files
+from tests.journals import journal_bytes
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 
 RUN = RunConfig("x", run_dir="r")

@@ -16,8 +16,8 @@ from elastic_ring.forecast.answers.request import Learned, narrower, read_stages
 from elastic_ring.forecast.goodput import PRIORS
 from elastic_ring.gpus import gpu_type
 from elastic_ring.monitor.goodput import seen_of
-from elastic_ring.monitor.journal import journal_bytes
 from elastic_ring.monitor.metrics import write_json
+from tests.journals import journal_bytes
 from tests.unit.data.corpora import prepared
 
 ROOT = Path(__file__).parents[3]

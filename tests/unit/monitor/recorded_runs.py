@@ -16,9 +16,9 @@ from typing import Any
 from elastic_ring.config import CheckpointConfig, RunConfig, ScalingConfig
 from elastic_ring.control.decisions.memory_ladder import reliefs_on
 from elastic_ring.control.options import ControlOptions
-from elastic_ring.monitor.journal import journal_bytes, parse
 from elastic_ring.monitor.json_files import json_bytes, parse_json
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
+from tests.journals import journal_bytes, parse
 
 RECORDED = Path(__file__).with_name("recorded")
 NAMES = (JOURNAL_NAME, METRICS_NAME, SUMMARY_NAME, STATUS_NAME)

@@ -28,12 +28,13 @@ from elastic_ring.monitor.callbacks import (
     check_callbacks,
     kept_places,
 )
-from elastic_ring.monitor.journal import Journal, journal_bytes
+from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.json_files import json_bytes, read_json
 from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, StepMetrics, write_json
 from elastic_ring.monitor.metrics_log import MetricsLog
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.run_spec import set_aside
+from tests.journals import journal_bytes
 from tests.object_store.store import ObjectStore
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from elastic_ring.errors import JournalDamaged
 from elastic_ring.monitor import metrics_log
-from elastic_ring.monitor.journal import Flaw, Line, journal_bytes, read
+from elastic_ring.monitor.journal import Flaw, Line, read
 from elastic_ring.monitor.metrics import METRICS_NAME, read_metrics
 from elastic_ring.monitor.metrics_log import INDEX_NAME, MetricsLog, StepTable
 from elastic_ring.monitor.report import Records, render_status
+from tests.journals import journal_bytes
 from tests.unit.monitor.test_monitor_metrics import metrics
 
 

@@ -16,8 +16,9 @@ import pytest
 
 from elastic_ring.errors import JournalDamaged, OtherFormat, StorageFailed
 from elastic_ring.monitor import journal as journal_module
-from elastic_ring.monitor.journal import Flaw, Journal, Link, chained, journal_bytes, read, salvage
+from elastic_ring.monitor.journal import Flaw, Journal, Link, chained, read
 from elastic_ring.monitor.json_files import json_bytes, parse_json
+from tests.journals import journal_bytes, salvage
 
 RECORDS = [{"now": 0.5, "event": {"type": "Tick", "text": "a\nb\u00e9"}}, {"commands": []}, {"n": 3}]
 

@@ -34,7 +34,7 @@ from elastic_ring.data.tokenizer import open_tokenizer
 from elastic_ring.errors import ElasticRingError, RecordDamaged
 from elastic_ring.files import MAX_TOML_BYTES, name_below, plain_json, plain_toml, printable, read_small
 from elastic_ring.integrations.transformers.weights import FolderWeights
-from elastic_ring.monitor.journal import Journal, Link, chained, journal_bytes, parse, salvage
+from elastic_ring.monitor.journal import Journal, Link, chained
 from elastic_ring.monitor.json_files import json_bytes, read_json
 from elastic_ring.monitor.metrics import Summary
 from elastic_ring.monitor.metrics_log import StepTable
@@ -49,6 +49,7 @@ from elastic_ring.state.checkpoints.manifest import NO_DIGEST
 from elastic_ring.state.checkpoints.stored_weights import StoredWeights
 from elastic_ring.state.header import Header
 from elastic_ring.state.storage.folder import Storage
+from tests.journals import journal_bytes, parse, salvage
 from tests.unit.data.corpora import prepared, texts, write_jsonl, write_table
 from tests.unit.state.test_checkpoint import save, shard_of
 

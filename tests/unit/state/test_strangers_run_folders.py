@@ -19,7 +19,7 @@ from elastic_ring.config import RunConfig
 from elastic_ring.data.preparation.prepare import PREPARATION
 from elastic_ring.errors import RecordDamaged
 from elastic_ring.monitor import callbacks
-from elastic_ring.monitor.journal import Flaw, Journal, journal_bytes, read, salvage_file
+from elastic_ring.monitor.journal import Flaw, Journal, read, salvage_file
 from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.monitor.metrics import Summary
 from elastic_ring.monitor.metrics_log import StepTable, rebuild_metrics
@@ -31,6 +31,7 @@ from elastic_ring.runtime.identity import Identity
 from elastic_ring.runtime.run_storage import growing
 from elastic_ring.runtime.terms import Terms
 from elastic_ring.state.storage.folder import Storage
+from tests.journals import journal_bytes
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 from tests.unit.state.test_checkpoint import save
 from tests.unit.state.test_strangers_files import (
