@@ -106,7 +106,7 @@ def test_the_end_is_in_the_status_although_the_disk_is_full(disk, opened):
         write_end(run, end)
     status = json.loads((run.folder / "status.json").read_text())
     assert (status["phase"], status["ended"], status["members"], status["end"]) == ("ended", True, [], end)
-    assert names(run.folder) - {"filler"} == {"status.json", "journal.jsonl", "metrics.jsonl"}
+    assert names(run.folder) - {"filler", "metrics.index"} == {"status.json", "journal.jsonl", "metrics.jsonl"}
 
 
 def test_a_full_run_folder_is_waited_for_and_told_while_the_clock_stands(disk, told):
