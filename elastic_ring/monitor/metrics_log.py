@@ -74,9 +74,7 @@ class RowFile:
     def get(self, first: int, stop: int) -> Rows:
         """The rows of these steps; of zeros where there are none."""
         rows = np.zeros(stop - first, ROW)
-        data = os.pread(self.fd, rows.nbytes, _HEAD_BYTES + first * ROW.itemsize)
-        there = np.frombuffer(data[: len(data) - len(data) % ROW.itemsize], ROW)
-        rows[: len(there)] = there
+        os.preadv(self.fd, [rows.view(np.uint8)], _HEAD_BYTES + first * ROW.itemsize)
         return rows
 
     def put(self, first: int, rows: Rows) -> None:
@@ -86,8 +84,9 @@ class RowFile:
     def move(self, target: int) -> None:
         """Go on in another file, with a copy of all rows. Raises: OSError; the rows are then where they were."""
         try:
-            for first, rows in self.chunks():
-                _put(target, rows.tobytes(), _HEAD_BYTES + first * ROW.itemsize)
+            end, offset = _HEAD_BYTES + self.num * ROW.itemsize, 0
+            while offset < end and (num_bytes := os.sendfile(target, self.fd, offset, end - offset)):
+                offset += num_bytes
         except OSError:
             os.close(target)
             raise
@@ -115,7 +114,7 @@ class RowFile:
 
     def newest(self, column: str = "state") -> int:
         """The newest step that counts and has `column`; -1 for none."""
-        for first, rows in self.backwards(self.num):
+        for first, rows in self.backwards(self.num, _CHUNK_ROWS):
             if (places := np.flatnonzero((rows["state"] == STANDING) & rows[column].astype(bool))).size:
                 return first + int(places[-1])
         return -1
@@ -126,7 +125,7 @@ class RowFile:
 
     def total(self, column: str = "state", first: int = 0) -> float:
         """Of the steps that count from `first` on; by default their number."""
-        return float(sum(rows[column].sum() for _, rows in self.standing(first)))
+        return float(sum(rows[column][rows["state"] == STANDING].sum() for _, rows in self.chunks(first)))
 
     def missing(self, first: int, stop: int) -> list[int]:
         """The steps from `first` to before `stop` that are not on record."""
@@ -424,7 +423,7 @@ class NewestMetrics:
     num_skipped: int = 0
 
     @classmethod
-    def of(cls, table: StepTable) -> NewestMetrics:
+    def of(cls, table: StepTable, num_skipped: int) -> NewestMetrics:
         def line_of(step: int) -> MetricsLine | None:
             return next(table.lines(step)) if step >= 0 else None
 
@@ -435,7 +434,7 @@ class NewestMetrics:
             unix_s=newest["unix_s"] if newest else None,
             timed=StepMetrics.from_json(timed) if timed else None,
             validation=Validation(table.last_validated, values) if values else None,
-            num_skipped=int(table.rows.total("skipped")),
+            num_skipped=num_skipped,
         )
 
     def committed(self, step: StepMetrics, unix_s: float) -> None:
@@ -472,7 +471,7 @@ class MetricsLog:
         self.table.keep()
         if identity and not self.path.stat().st_size:
             self._append({"step": 0, "note": OF_RUN, "identity": identity})
-        self.newest = NewestMetrics.of(self.table)
+        self.newest = NewestMetrics.of(self.table, int(self.table.rows.total("skipped")))
         return self
 
     def _append(self, line: Mapping[str, object]) -> None:
@@ -486,10 +485,10 @@ class MetricsLog:
         """
         if build <= self.table.went_back:
             return 0
-        num_undone = int(self.table.rows.total(first=step))
+        num_undone, num_skipped = int(self.table.rows.total(first=step)), int(self.table.rows.total("skipped", step))
         # Also where there are none: a new coordinator must not undo what these members commit.
         self._append({"step": step, "note": WENT_BACK, "build": list(build)})
-        self.newest = NewestMetrics.of(self.table)
+        self.newest = NewestMetrics.of(self.table, self.newest.num_skipped - num_skipped)
         return num_undone
 
     def begin_at(self, step: int) -> None:
