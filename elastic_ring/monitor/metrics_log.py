@@ -74,7 +74,7 @@ class RowFile:
     def get(self, first: int, stop: int) -> Rows:
         """The rows of these steps; of zeros where there are none."""
         rows = np.zeros(stop - first, ROW)
-        os.preadv(self.fd, [rows.view(np.uint8)], _HEAD_BYTES + first * ROW.itemsize)
+        os.preadv(self.fd, [rows.view(np.uint8).data], _HEAD_BYTES + first * ROW.itemsize)
         return rows
 
     def put(self, first: int, rows: Rows) -> None:
@@ -352,8 +352,10 @@ class StepTable:
 
     def newest_validation(self) -> dict[str, object]:
         """The values of the last validation, whose step may be missing; empty without one."""
-        rows = self.rows.get(max(0, self.last_validated), self.last_validated + 1)
-        line = self.record(self.last_validated, rows[0], "validation") if rows.size else {}
+        if self.last_validated < 0:
+            return {}
+        (row,) = self.rows.get(self.last_validated, self.last_validated + 1)
+        line = self.record(self.last_validated, row, "validation")
         return {name: value for name, value in line.items() if name != "step"}
 
     def _line(self, step: int, row: Any) -> MetricsLine:
