@@ -98,12 +98,12 @@ class RowFile:
         for at in range(first, self.num, size):
             yield at, self.get(at, min(at + size, self.num))
 
-    def backwards(self, stop: int, size: int = 1 << 10) -> Iterator[tuple[int, Rows]]:
-        """As `chunks`, of the steps before `stop`, the last chunk first."""
+    def backwards(self, stop: int, size: int = 1 << 8) -> Iterator[tuple[int, Rows]]:
+        """As `chunks`, of the steps before `stop`, the last chunk first; each is twice as large as that behind."""
         while stop > 0:
             first = max(0, stop - size)
             yield first, self.get(first, stop)
-            stop = first
+            stop, size = first, min(2 * size, _CHUNK_ROWS)
 
     def standing(self, first: int = 0) -> Iterator[tuple[NDArray[np.int64], Rows]]:
         """The steps that count from `first` on, in order, and their rows; in chunks."""
@@ -114,7 +114,7 @@ class RowFile:
 
     def newest(self, column: str = "state") -> int:
         """The newest step that counts and has `column`; -1 for none."""
-        for first, rows in self.backwards(self.num, _CHUNK_ROWS):
+        for first, rows in self.backwards(self.num):
             if (places := np.flatnonzero((rows["state"] == STANDING) & rows[column].astype(bool))).size:
                 return first + int(places[-1])
         return -1
