@@ -108,6 +108,7 @@ def restart(folder: Path, num_steps: int, num_back: int) -> Figures:
 def status(folder: Path) -> Figures:
     """The text itself, and the command with its imports."""
     from elastic_ring.cli import status as command
+    from elastic_ring.monitor import metrics_log  # noqa: F401  imported at first use, as numpy is
     from elastic_ring.monitor.report import render_status
 
     begun = time.perf_counter()

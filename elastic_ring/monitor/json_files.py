@@ -6,6 +6,7 @@ What the files say, and what a run does without one, must not enter this module.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -26,8 +27,15 @@ _FORMAT, _DIGEST, _NO_DIGEST = "format", "sha256", 64 * "0"
 def json_bytes(content: Mapping[str, Any]) -> bytes:
     """A JSON object that ends with its format and the digest of the whole text, taken with zeros in its place."""
     body = {key: value for key, value in content.items() if key not in (_FORMAT, _DIGEST)}
-    text = (json.dumps({**body, _FORMAT: FORMAT, _DIGEST: _NO_DIGEST}, indent=1, allow_nan=False) + "\n").encode()
-    return hashlib.sha256(text).hexdigest().encode().join(text.rsplit(_NO_DIGEST.encode(), 1))
+    buffer = io.BytesIO()
+    writer = io.TextIOWrapper(buffer, encoding="utf-8", newline="\n")
+    json.dump({**body, _FORMAT: FORMAT, _DIGEST: _NO_DIGEST}, writer, indent=1, allow_nan=False)
+    writer.write("\n")
+    writer.detach()
+    digest = hashlib.sha256(buffer.getbuffer()).hexdigest().encode()  # no copy: a summary may have a million losses
+    buffer.seek(buffer.getvalue().rindex(_NO_DIGEST.encode()))
+    buffer.write(digest)
+    return buffer.getvalue()
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
