@@ -89,7 +89,7 @@ class Journal:
         self._fd, self._writer = fd, secrets.token_hex(4)
         return self
 
-    def append(self, record: dict[str, Any], *, sync: bool = True) -> Line:
+    def append(self, record: dict[str, Any], *, sync: bool = True) -> StoredLine:
         """Write one line; with `durable` and `sync`, it and all lines before it are on disk when this returns.
 
         If the disk takes only a part of the line, the rest is tried as often as a whole line. Raises: StorageFailed
@@ -100,7 +100,7 @@ class Journal:
         with self._lock:
             return self._write(fd, record, sync)
 
-    def _write(self, fd: int, record: dict[str, Any], sync: bool) -> Line:
+    def _write(self, fd: int, record: dict[str, Any], sync: bool) -> StoredLine:
         line, self._link = chained(record, self._link, self._writer)
         self._writer, rest = "", memoryview(line)
         end_bytes = -1  # of the part that is written
@@ -125,7 +125,7 @@ class Journal:
                 "submit the run again",
                 path=str(self.path),
             ) from error
-        return Line(record, end_bytes - len(line), Place(end_bytes, self._link))
+        return StoredLine(record, end_bytes - len(line), Place(end_bytes, self._link))
 
     def sync(self) -> None:
         """All lines are on disk when this returns."""
@@ -158,7 +158,7 @@ class Place(NamedTuple):
     link: Link = Link()
 
 
-class Line(NamedTuple):
+class StoredLine(NamedTuple):
     """A record, where its line begins, and the place after it; `after.link.crc` is the line's checksum."""
 
     record: dict[str, Any]
@@ -288,7 +288,7 @@ class Lines:
         self._forks: set[Link] = set()  # first lines of other branches, by what follows them
         self._tips: set[Link] = set()  # their ends
 
-    def __iter__(self) -> Iterator[Line]:
+    def __iter__(self) -> Iterator[StoredLine]:
         hole, end_bytes = 0, self.after.end_bytes
         self._file.seek(end_bytes)
         for number, line in enumerate(iter(partial(self._file.readline, MAX_LINE_BYTES + 1), b""), start=1):
@@ -314,7 +314,7 @@ class Lines:
                 self._report(Flaw(number, OUT_OF_ORDER))
             self._num_damaged = 0
             self.after = Place(end_bytes, Link(link.number + 1, crc))
-            yield Line(record, start_bytes, self.after)
+            yield StoredLine(record, start_bytes, self.after)
 
     def _follows(self, link: Link, crc: int) -> bool:
         """Enter a line into its branch. False if it is missing a predecessor, or is there already."""
@@ -343,7 +343,7 @@ class Lines:
         self._flaws.append(flaw)
 
 
-def line_at(file: BinaryIO, start_bytes: int) -> Line | None:
+def line_at(file: BinaryIO, start_bytes: int) -> StoredLine | None:
     """The line that begins there; None for a damaged one, or none. Raises OtherFormat."""
     file.seek(start_bytes)
     line = file.readline(MAX_LINE_BYTES + 1)
@@ -351,7 +351,7 @@ def line_at(file: BinaryIO, start_bytes: int) -> Line | None:
     if parsed is None:
         return None
     record, link, crc = parsed
-    return Line(record, start_bytes, Place(start_bytes + len(line), Link(link.number + 1, crc)))
+    return StoredLine(record, start_bytes, Place(start_bytes + len(line), Link(link.number + 1, crc)))
 
 
 def _parsed(line: bytes, path: str | os.PathLike[str]) -> tuple[dict[str, Any], Link, int] | None:

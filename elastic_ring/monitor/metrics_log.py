@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic_ring.errors import JournalDamaged, RecordDamaged, RunFailed
-from elastic_ring.monitor.journal import Flaw, Journal, Line, Lines, Link, Place, Retried, line_at, opened
+from elastic_ring.monitor.journal import Flaw, Journal, Lines, Link, Place, Retried, StoredLine, line_at, opened
 from elastic_ring.monitor.metrics import METRICS_NAME, MetricsLine, StepMetrics, Validation
 from elastic_ring.state.storage.backend import ONCE
 
@@ -220,7 +220,7 @@ class StepTable:
                 partial.unlink(missing_ok=True)
             self._keep_in_memory(error)
 
-    def add(self, line: Line) -> None:
+    def add(self, line: StoredLine) -> None:
         """Take a line that was just written, and those of another writer before it."""
         try:
             is_next = line.start_bytes == self.after.end_bytes
@@ -243,7 +243,7 @@ class StepTable:
         head = _HEAD.pack(_MAGIC, *place, changed_ns, *self.after.link, *self.went_back, *steps)
         _put(self.rows.fd, (head + zlib.crc32(head).to_bytes(4, "little")).ljust(_HEAD_BYTES, b"\0"), 0)
 
-    def _take(self, line: Line) -> None:
+    def _take(self, line: StoredLine) -> None:
         """Enter a line. Taking the same lines again changes nothing, so rows may be ahead of the head."""
         record = cast(MetricsLine, line.record)
         self._start_bytes, self.after = line.start_bytes, line.after
@@ -392,7 +392,7 @@ class StepTable:
         self.close()
 
 
-def _fill(row: Any, record: MetricsLine, line: Line) -> bool:
+def _fill(row: Any, record: MetricsLine, line: StoredLine) -> bool:
     """Enter a step's line into its row. False for a line that no run writes."""
     try:
         row["loss"] = float.fromhex(record["loss_hex"])

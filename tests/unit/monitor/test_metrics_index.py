@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from elastic_ring.errors import JournalDamaged
 from elastic_ring.monitor import metrics_log
-from elastic_ring.monitor.journal import Flaw, Line, read
+from elastic_ring.monitor.journal import Flaw, StoredLine, read
 from elastic_ring.monitor.metrics import METRICS_NAME, read_metrics
 from elastic_ring.monitor.metrics_log import INDEX_NAME, MetricsLog, StepTable
 from elastic_ring.monitor.report import Records, render_status
@@ -183,7 +183,7 @@ def test_an_index_that_does_not_fit_is_made_anew_and_one_that_does_is_used(
     num_lines = 5 if damage is cut_the_lines else 8
     starts, take = list[int](), StepTable._take
 
-    def counted(self: StepTable, line: Line) -> None:
+    def counted(self: StepTable, line: StoredLine) -> None:
         starts.append(line.start_bytes)
         take(self, line)
 
