@@ -1,4 +1,4 @@
-"""What a user may set: frozen dataclasses, checked once; each error names setting, value and way out.
+"""The settings of a run: frozen dataclasses, checked once; each error names setting, value and way out.
 
 The environment is read here and nowhere else (`environment()`). No Ray, no torch: a configuration can be
 built, checked, printed and compared on any machine.
@@ -47,18 +47,18 @@ def _list_as_tuple(value: object) -> object:
 
 @settings
 class Timeouts:
-    """Everything that waits, in seconds. Each bound must outlast the ones that it contains (checked)."""
+    """The limits of all waits, in seconds. A limit is longer than those that it contains (checked)."""
 
     _prefix: ClassVar[str] = "timeouts."
 
     stopped_s: PositiveSeconds = 0.4
     """A process stopped (state T) this long is frozen."""
     heart_floor_s: PositiveSeconds = 1.2
-    """The least silence without CPU use that is a hang."""
+    """A process that is silent this long without using the CPU hangs; the limit adapts upwards."""
     heart_cap_s: PositiveSeconds = 20.0
-    """The most that this adaptive limit grows to, also at start and while writing weights."""
+    """The upper bound of that limit, also at start and while writing weights."""
     heart_computing_s: PositiveSeconds = 40.0
-    """The least silence with CPU use that is a hang; adapts up to compile_s. Raise it where code holds the GIL."""
+    """The same for a process that uses the CPU; adapts up to compile_s. Raise it where code holds the GIL."""
     compile_s: PositiveSeconds = 300.0
     """One announced compilation in a step."""
     park_s: PositiveSeconds = 20.0
@@ -74,9 +74,9 @@ class Timeouts:
     coordinator_silent_s: PositiveSeconds = 15.0
     """The coordinator's silence before it is killed and restarted. Raise it for slow storage under RUN."""
     hello_s: PositiveSeconds = 30.0
-    """Workers' answer to a new coordinator; a driver's question."""
+    """A worker's answer to a new coordinator, and a coordinator's to a driver."""
     gather_s: PositiveSeconds = 5.0
-    """The first workers' wait for a node that Ray lists, after the last news."""
+    """How long the first workers wait for a node that Ray lists, from the last sign of one on."""
     start_s: PositiveSeconds = 120.0
     """A worker's start, or its next sign of progress. Raise it for slow imports and large corpora."""
     start_max_s: PositiveSeconds = 1800.0
@@ -133,16 +133,14 @@ class Timeouts:
 
     @property
     def stall_s(self) -> float:
-        """How long a step may stand still, neither its thread nor its device moving, before it is given up.
-
-        An exchange that can end by itself has ended by then, and its thread has had `park_s` to come back from it.
-        """
+        """A step in which neither thread nor device moves is given up after this long: an exchange has ended by its own
+        timeout by then, and its thread has had `park_s` to return."""
         return self.collective_s + self.park_s
 
 
 @settings
 class ScalingConfig:
-    """How many ranks, where, and within which bounds the mesh may move.
+    """The mesh: how many ranks, on which devices, and the bounds within which it grows and shrinks.
 
     On GPUs (`device="cuda"`) every worker sees all GPUs of its node and takes a free one when it joins the mesh. A
     spare holds none until it replaces a dead worker and takes over its GPU, so give at least one spare for each node.
@@ -175,11 +173,11 @@ class ScalingConfig:
     device: Annotated[Literal["cpu", "cuda"], Flag("device")] = "cpu"
     """Where workers compute."""
     cpu_offload: Annotated[CpuOffload, Flag("cpu_offload")] = "none"
-    """What of a rank's state waits in host memory and visits its GPU when it is needed, with equal bits: nothing, the
-    optimizer's moments (8 bytes a parameter), or all but the gradients that are summed over the rings (16)."""
+    """The part of a rank's state that is kept in host memory and copied to its GPU when needed, with equal bits: none,
+    the optimizer's moments (8 bytes a parameter), or all but the gradients that are summed over the rings (16)."""
     keep_activations: Annotated[bool | Literal["auto"], Must("auto, true or false")] = "auto"
-    """Keep on the device what layers would compute again in backward: faster, with equal bits. "auto": where the plan
-    of a rank fits the run's GPU with it, decided at each submission. For presets and Hugging Face decoders."""
+    """Keep activations that layers would compute again in backward: faster, with equal bits. "auto": if the plan of a
+    rank with them fits the run's GPU, decided at each submission. For presets and Hugging Face decoders."""
     release_contexts: bool = True
     """Members on GPUs destroy their unused CUDA contexts after step 2; such a worker exits instead of becoming a
     spare again."""
@@ -188,7 +186,7 @@ class ScalingConfig:
         "rack",
         "host",
     )
-    """Ray's labels of nodes that say what fails together, the widest first; those that a node lacks are left out."""
+    """Labels of Ray's nodes that name failure domains, the widest first; labels that a node lacks are skipped."""
     wait_for_resources_s: Annotated[Seconds, Flag("wait_for_resources_s")] = 0.0
     """How long to wait at the start for a cluster that is still too small."""
 
@@ -235,7 +233,7 @@ class StepConfig:
     """Sequences in a step."""
     sequences_per_pass: Annotated[PositiveInt | Literal["auto"], Must("auto, or a whole number of at least 1")] = "auto"
     """Sequences that a ring computes in one forward and backward pass. More than one: fewer gathers and exchanges, and
-    activations of so many sequences in memory. A ring's last pass has what is left of its share. "auto": the fewest
+    activations of so many sequences in memory. A ring's last pass has the rest of its share. "auto": the fewest
     within 2 % of the fastest step that the forecast finds among those that fit the run's GPU; on CPUs as many as have
     1,024 tokens a rank. A run on record keeps its number."""
     context_tokens: Annotated[PositiveInt, Flag("context")] = 2048
@@ -252,7 +250,7 @@ class StepConfig:
     num_val_sequences: PositiveInt = 4
     """Sequences held out for validation."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the model computes in; master weights stay float32."""
+    """The type in which the model computes; master weights stay float32."""
     check_model: bool = True
     """Compare the model on a ring with the model on one rank before training."""
     deterministic: bool = True
@@ -263,11 +261,11 @@ class StepConfig:
     """How keys and values cross a ring: in their own type; or in 8 bits with a scale for each head's vector, about half
     the bytes, where each element is off by at most 1/16 of itself or 2.2e-6 of the vector's largest."""
     linears: Annotated[Literal["native", "fp8"], Flag("linears")] = "native"
-    """What linear layers multiply in: param_dtype; or 8 bits (e4m3, a scale for each row, found anew in each call), but
-    for the gradients of weights, the first layer, the last one and the head. For an H100 or newer."""
+    """The type in which linear layers multiply: param_dtype; or 8 bits (e4m3, a scale for each row and call), but for
+    the gradients of weights, the first layer, the last one and the head. For an H100 or newer."""
     experts: Literal["auto", "gather", "send"] = "auto"
-    """How tokens and experts of a ring meet: weights are gathered like all others, or tokens are sent to the rank that
-    holds their experts. "auto" takes what sends fewer bytes, the same on all ranks."""
+    """Gather the weights of experts like all others, or send tokens to the rank that holds their experts. "auto":
+    whichever sends fewer bytes, the same on all ranks."""
 
     def __post_init__(self) -> None:
         if self.val_every_steps and self.val_every_tokens:
@@ -414,12 +412,12 @@ class CheckpointConfig:
     every_s: PositiveSeconds | None = None
     """Seconds between checkpoints, in place of every_steps."""
     keep_last: Annotated[PositiveInt, Flag("checkpoint_keep_last")] = 2
-    """The newest that are kept."""
+    """How many of the newest checkpoints are kept."""
     keep_every: NonNegativeInt = 0
-    """Kept beside these for good: those of steps that are multiples of this; 0 for none."""
+    """Checkpoints of steps that are multiples of this are kept for good, too; 0 for none."""
     fail_after_s: PositiveSeconds = 3600.0
-    """End the run when no checkpoint could be written for this long, or nobody could ask its storage whether another
-    submission has taken it."""
+    """End the run when for this long no checkpoint could be written, or its storage did not answer whether another
+    submission has taken the run over."""
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_s is not None:
@@ -473,8 +471,8 @@ class RunConfig:
     ] = "auto"
     """Copies of each rank's state in the host memory of other ranks, on other nodes where there are some: 0, 1 or 2
     whole ones, or parity:G, one XOR for each G ranks, which covers the loss of one of them. auto: one while the mesh is
-    a single ring, so that nobody else holds a shard, if the nodes have the memory (48 bytes x parameters / cp a rank);
-    else none."""
+    a single ring, so that no other rank holds a shard, if the nodes have the memory (48 bytes x parameters / cp a
+    rank); else none."""
     copy_every_steps: PositiveInt = 10
     """Steps between copies: at most so many run again after a loss that a copy covers."""
     resume: Annotated[
@@ -499,28 +497,28 @@ class RunConfig:
         Field(min_length=1),
         Must("one or more of clip, skip, back, stop"),
     ] = ("clip", "skip", "skip", "stop")
-    """What the first, second, ... spike within 64 steps leads to, the last for all later ones: clip (ten steps at a
-    tenth of clip_norm), skip (the step changes nothing), back (to the newest copies or checkpoint from before it, and
+    """Actions at the first, second, ... spike within 64 steps, the last for all later ones: clip (ten steps at a tenth
+    of clip_norm), skip (the step changes nothing), back (to the newest copies or checkpoint from before it, and
     on with later batches; so also after max_skipped steps in a row), stop (the run ends)."""
     rollback_limit: PositiveInt = 3
-    """So often the run goes back from about the same step; then it ends."""
+    """How often the run goes back from about the same step before it ends."""
     skip_batches: Annotated[
         tuple[Annotated[str, Field(pattern=r"^[0-9]+\+[1-9][0-9]*$")], ...],
         BeforeValidator(_list_as_tuple),
         Must("entries such as 60+21, by rising step: from step 60 on, 21 batches are left out"),
     ] = ()
-    """Batches that the order of samples leaves out from the beginning: 60+21 from step 60 on the next 21. With what the
-    journal of a run that went back says, another run uses the same batches."""
+    """Batches that are left out of the order of samples: 60+21 leaves out 21 from step 60 on. With the entries in the
+    journal of a run that went back, another run uses the same batches."""
     straggler: Literal["off", "log", "act"] = "log"
     """What follows when one rank is slower than its peers for minutes: nothing, a line in the log, or a spare takes its
     place."""
     straggler_factor: Annotated[float, Field(gt=1, allow_inf_nan=False), Must("a finite number above 1")] = 1.5
-    """How many times as long as its peers a slow rank works for its sequences."""
+    """A rank is slow if it works this many times as long as its peers for its sequences."""
     straggler_window_s: PositiveSeconds = 180.0
-    """Over how many seconds of steps that is judged."""
+    """Seconds of steps over which a rank is judged slow."""
     corruption: Literal["off", "log", "act"] = "log"
-    """What follows when ranks that must agree do not: the run ends if replicas would part, else a line in the log; with
-    act the step runs again, and the rank that computed wrongly is replaced."""
+    """What follows when ranks that must agree do not: the run ends if replicas would differ, else a line in the log;
+    with act the step runs again, and the rank that computed wrongly is replaced."""
     corruption_every_steps: NonNegativeInt = 200
     """In one step of so many each ring computes one pass of another ring, too, and replicas compare their state; 0
     for never. Norms of reduced gradients are compared in every step."""
@@ -530,13 +528,12 @@ class RunConfig:
     """The share of a node's memory, or of its container's, at which the node's agent kills the worker that grew; 0 for
     never."""
     peak_tflops: Annotated[float, Field(gt=0, allow_inf_nan=False), Must("a number above 0")] | None = None
-    """What one device computes at most, in TFLOP/s, for the metric of utilisation (MFU); by the GPU's name if left
-    out."""
+    """Peak TFLOP/s of one device, for the metric of utilisation (MFU); by the GPU's name if left out."""
     memory_pressure: Literal["off", "log", "act"] = "log"
     """What follows when memory is nearly full for eight steps: nothing, a line in the log, or the memory ladder's next
     relief is taken at a boundary, before memory runs out."""
     memory_pressure_share: Annotated[float, Field(gt=0, le=1), Must("a share above 0, at most 1")] = 0.95
-    """At which share of what a device can give, or of `memory_limit` on a host, memory counts as nearly full."""
+    """Memory counts as nearly full at this share of a device's memory, or of `memory_limit` on a host."""
     memory_relax_steps: NonNegativeInt = 200
     """Steps without a shortage after which the memory ladder goes one relief down; 0 for never."""
     grow_delay_s: Annotated[Seconds, Flag("grow_delay_s")] = 2.0
@@ -544,13 +541,13 @@ class RunConfig:
     grow_interval_s: Annotated[Seconds, Flag("grow_interval_s")] = 0.0
     """The mesh grows no sooner than this after its size has changed; 0 for no limit."""
     grow_cost_s: Annotated[Seconds | None, Flag("grow_cost_s")] = None
-    """What a growth must save until the end of the run, at the pace so far; if left out, what the last build took, and
-    the last new worker until it was warm."""
+    """Seconds that a growth must save until the end of the run, at the pace so far; if left out, the time of the last
+    build and of the last new worker's start."""
     corpus_look_s: Annotated[Seconds, Flag("corpus_look_s")] = 5.0
     """Seconds between looks for a longer manifest, while `data prepare` goes on; 0: the corpus stays as it is."""
     notices: str = ""
-    """Whom each node asks whether its machine is about to be taken away: aws, gcp, azure, or MODULE:FUNCTION, which
-    answers None or in how many seconds; nobody if left out."""
+    """Source of reclaim notices that each node polls: aws, gcp, azure, or MODULE:FUNCTION, which returns None or the
+    seconds that are left; none if left out."""
     progress: bool = True
     """Show each step."""
     env: Annotated[Mapping[str, str], Must("a mapping of text to text, for example {'NCCL_DEBUG': 'INFO'}")] = field(
@@ -602,8 +599,8 @@ class RunConfig:
 
 
 def check_lasting(folder: Path) -> None:
-    """Raises ValueError for a run folder that Ray would delete. Asked before a run starts, not when its settings are
-    made: that happens in a job's workers and for a plan, too, and records nothing there."""
+    """Raises ValueError for a run folder that Ray would delete. Called before a run starts, not by the constructor,
+    which also runs in a job's workers and for a plan."""
     if _WORKING_COPY in f"{folder.as_posix()}/":
         raise ValueError(
             f"run_dir={str(folder)!r} lies in Ray's temporary copy of a job's working directory, which Ray deletes: "

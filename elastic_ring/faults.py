@@ -2,9 +2,8 @@
 
     kill@step=21,phase=backward,rank=3; freeze@step=30,rank=0
 
-`rank` is the global rank at the time of the fault; each fault fires once. From `slow` on a process stays slow, and from
-`wrong` on it computes each gradient wrongly.
-Faults are injected elsewhere (`runtime/worker/faults`); no I/O here.
+`rank` is the global rank at the time of the fault; each fault fires once. After `slow` a process stays slow, after
+`wrong` it computes every gradient wrongly. `runtime/worker/faults` injects them; no I/O here.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ KINDS = (
     "poison",
 )
 EXCHANGES = ("dispatch", "combine")
-"""Before rows go to their experts, and before results go back; in backward their gradients."""
+"""Before rows go to their experts, and before results return; in backward before their gradients do."""
 PHASES = ("forward", "backward", "reduce", "vote", "apply", "idle", "heal", "upload", "commit", *EXCHANGES)
 """`upload`: in the middle of a rank's file of the checkpoint of `step` steps. `commit`: in the coordinator, between the
 last of these files and the manifest."""
 GPU_KINDS = ("poison",)
 FLIP_KINDS = ("flip", "wrong")
 FLIPPED = ("backward", "reduce", "apply")
-"""After which a bit of the local gradient, the reduced one or the state is wrong."""
+"""Phases after which one bit is wrong: of the local gradient, the reduced one, or the state."""
 COMMIT_KINDS = ("slow", "kill-coordinator", "freeze-coordinator")
 ROLES = ("spare", "donor")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One planned fault. `rank=None`, in phase heal only: any rank with that `role`. `hop`: of the ring exchange, or of
-    an exchange of experts its number in the step."""
+    """One planned fault. `rank=None`, in phase heal only: any rank with that `role`. `hop`: number of the ring's hop,
+    or of the exchange of experts in the step."""
 
     kind: str
     step: int

@@ -1,6 +1,6 @@
 """GPUs by type: spec sheets, memory, and names in CUDA, for plans, forecasts and the utilisation (MFU).
 
-Figures are the vendors', but for memory, which is what CUDA shows. What a machine was measured to do must not enter.
+Figures are the vendors', but for memory, which is what CUDA shows. Measured rates do not belong here.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 GB = 1e9
 RESERVE = 0.25
-"""What torch's allocator holds beside the tensors, as a share of their peak. 20 to 40 % were measured, 23 % of the
-largest peak (110 GiB, benchmarks/results/gpu_runs/2026-11-21-second-run-H200.json); what is needed it gives back."""
+"""Memory that torch's allocator holds beside the tensors, as a share of their peak: 20 to 40 % measured, 23 % of the
+largest peak (110 GiB, benchmarks/results/gpu_runs/2026-11-21-second-run-H200.json). It gives some back if needed."""
 CONTEXT_BYTES = int(0.8 * 2**30)
-"""What a process takes of a GPU that it is warm on: four standbys more made 3.2 GiB on each of four H200s
+"""GPU memory of a warm process: four more standbys took 3.2 GiB on each of four H200s
 (benchmarks/results/training/2026-11-21-training-4xH200.json)."""
 
 

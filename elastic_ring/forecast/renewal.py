@@ -29,17 +29,17 @@ from elastic_ring.forecast.goodput import (
 from elastic_ring.forecast.sizing.machines import Number
 
 MOST_LOSSES = 400
-"""Losses that one draw goes through; a longer run is as good as its first part."""
+"""Losses that one draw goes through on average; a longer run has the goodput of its first part."""
 LOSSES_OF_A_POINT, WALKS_OF_A_POINT = 150, 64
-"""The same in `mean_goodput`, and the walks over which it averages: within 0.1 points on machines that one rents, and
-0.6 on spot capacity."""
+"""The same in `mean_goodput`, and the walks over which it averages: standard errors up to 0.2 points on rented
+machines, 0.6 on spot capacity."""
 REPAIRS = 20
-"""Mean repairs that a walk lasts which begins with all hosts, but at most twice its losses."""
+"""Mean repairs that a walk lasts at least, up to twice its number of losses, because it begins with all hosts."""
 
 
 class CommonRandomNumbers:
     """Rows of random numbers, one row a loss and one number a draw: unit exponentials, two uniforms, a normal; drawn on
-    demand by `rng`. `times`: draws are so many blocks, and all blocks have the same numbers."""
+    demand by `rng`. `times`: the numbers of `num_draws` draws are repeated so often."""
 
     def __init__(self, rng: np.random.Generator, num_draws: int, times: int = 1) -> None:
         self._rng, self._num, self._times = rng, num_draws, times
@@ -54,8 +54,8 @@ class CommonRandomNumbers:
         return self._rows[index]
 
     def at_first(self, hosts: int, slots: int) -> tuple[Array, ...]:
-        """The beginning: a uniform of each draw, one of each host and of each slot, and a normal of each slot. More
-        hosts or slots leave those of the first as they are."""
+        """Numbers for the beginning: a uniform of each draw, one of each host and of each slot, and a normal of each
+        slot. Those of the first hosts and slots do not depend on how many there are."""
         dry, each, left, long = self._first
         rows = [dry.random((1, self._num)), each.random((hosts, self._num)), left.random((slots, self._num))]
         rows.append(long.standard_normal((slots, self._num)))

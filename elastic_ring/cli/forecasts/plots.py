@@ -17,7 +17,7 @@ LEAST_SWING = 1e-3
 
 
 def write(forecast: Forecast, folder: Path, deadline_s: float | None, budget_usd: float | None) -> list[Path]:
-    """PNG files in `folder`, which is made. Needs matplotlib."""
+    """Write PNG files into `folder`, which is created; returns their paths. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -61,7 +61,7 @@ def _memory(axes: Any, forecast: Forecast) -> None:
 
 
 def _step(axes: Any, forecast: Forecast) -> None:
-    """The parts one after the other, as they would run without an overlap that is hidden."""
+    """The parts of a step one after the other, without the time that overlap hides."""
     timed = forecast.scenario.step_of(forecast.scenario.medians())
     begin = 0.0
     for name, part in timed.parts.items():

@@ -23,7 +23,7 @@ from elastic_ring.attention.patterns.rules import Window
 from elastic_ring.attention.patterns.sparse import SparsePattern
 from elastic_ring.attention.plan.sparse_schedule import plan_sparse
 from elastic_ring.attention.plan.sparse_tiles import tiles
-from elastic_ring.cli.forecasts.command import rates_of
+from elastic_ring.cli.forecasts.answer import rates_of
 from elastic_ring.cli.operate import calibrate as main
 from elastic_ring.costs import CostModel
 from elastic_ring.forecast.scenario import default_efficiency
