@@ -25,14 +25,16 @@ UNREADABLE = "cannot be read as token shard"
 
 
 class RowGroups:
-    """The row groups of a source as chunks, made on demand: there may be millions."""
+    """The row groups of a source as chunks, made on demand: there may be millions. Keeps the footers of the latest
+    OPEN_SHARDS shards. Thread-safe."""
 
     def __init__(self, uri: str, manifest: Manifest, source: PreparedSource) -> None:
         size = manifest.row_group_tokens
         counts = np.array([-(-shard.num_tokens // size) for shard in source.shards], dtype=np.int64)
         self._manifest, self._source = manifest, source
         self._firsts = np.concatenate([[0], np.cumsum(counts)])
-        self._files = OpenShards(uri)
+        self._uri = uri
+        self._opened = lru_cache(OPEN_SHARDS)(self._open)
         begins = np.concatenate([[0], np.cumsum([shard.num_tokens for shard in source.shards], dtype=np.int64)])
         self.ends = np.concatenate(
             [np.empty(0, np.int64)]
@@ -49,54 +51,15 @@ class RowGroups:
         shard = int(np.searchsorted(self._firsts, index, side="right")) - 1
         num_tokens = int(self.ends[index] - (self.ends[index - 1] if index else 0))
         return RowGroup(
-            self._files,
+            self,
             self._source.shards[shard],
             index - int(self._firsts[shard]),
             num_tokens,
             self._manifest.vocab_size,
         )
 
-
-@dataclass(frozen=True)
-class RowGroup:
-    files: OpenShards
-    shard: Shard
-    number: int
-    num_tokens: int
-    vocab_size: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.files.path(self.shard)} (row group {self.number})"
-
-    def load(self) -> Loaded:
-        table = self.files.read(self.shard, self.number, self.num_tokens)
-        lists = table.column(COLUMN).combine_chunks()
-        tokens = lists.values.to_numpy(zero_copy_only=False).astype(np.int32)
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
-            raise ValueError(f"{self.name}: holds a token outside the vocabulary [0, {self.vocab_size})")
-        begins = lists.offsets.to_numpy(zero_copy_only=False)[:-1].astype(np.int64)
-        starts = begins[table.column(OFFSET).to_numpy() == 0]
-        if self.shard.num_counted is None:
-            return Loaded(tokens, starts)
-        if COUNTED not in table.column_names:
-            raise ValueError(f"{self.name}: has no column {COUNTED!r}, of which the manifest tells")
-        masks = table.column(COUNTED).combine_chunks()
-        counted = masks.values.to_numpy(zero_copy_only=False)
-        if len(counted) != len(tokens) or masks.values.null_count or not masks.offsets.equals(lists.offsets):
-            raise ValueError(f"{self.name}: does not say of each of its {len(tokens)} tokens whether it counts")
-        return Loaded(tokens, starts, counted)
-
-
-class OpenShards:
-    """Reads row groups. Keeps the footers of the latest OPEN_SHARDS shards. Thread-safe."""
-
-    def __init__(self, uri: str) -> None:
-        self._uri = uri
-        self._opened = lru_cache(OPEN_SHARDS)(self._open)
-
     @cached_property
-    def _manifest(self) -> tuple[Any, str]:
+    def _place(self) -> tuple[Any, str]:
         return located(self._uri)
 
     def path(self, shard: Shard) -> str:
@@ -129,9 +92,40 @@ class OpenShards:
 
     def _open(self, shard: Shard) -> tuple[Any, Any, Lock]:
         """(file, footer, its lock)."""
-        filesystem, manifest = self._manifest
+        filesystem, manifest = self._place
         file = filesystem.open_input_file(f"{manifest.rpartition('/')[0]}/shards/{shard.name}")
         metadata = pq.read_metadata(file)
         if (metadata.metadata or {}).get(TOKENS_KEY, b"").decode() != shard.tokens_sha256:
             raise ValueError(f"{self.path(shard)}: is not the shard that the manifest names: restore it")
         return file, metadata, Lock()
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    row_groups: RowGroups
+    shard: Shard
+    number: int
+    num_tokens: int
+    vocab_size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.row_groups.path(self.shard)} (row group {self.number})"
+
+    def load(self) -> Loaded:
+        table = self.row_groups.read(self.shard, self.number, self.num_tokens)
+        lists = table.column(COLUMN).combine_chunks()
+        tokens = lists.values.to_numpy(zero_copy_only=False).astype(np.int32)
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            raise ValueError(f"{self.name}: holds a token outside the vocabulary [0, {self.vocab_size})")
+        begins = lists.offsets.to_numpy(zero_copy_only=False)[:-1].astype(np.int64)
+        starts = begins[table.column(OFFSET).to_numpy() == 0]
+        if self.shard.num_counted is None:
+            return Loaded(tokens, starts)
+        if COUNTED not in table.column_names:
+            raise ValueError(f"{self.name}: has no column {COUNTED!r}, of which the manifest tells")
+        masks = table.column(COUNTED).combine_chunks()
+        counted = masks.values.to_numpy(zero_copy_only=False)
+        if len(counted) != len(tokens) or masks.values.null_count or not masks.offsets.equals(lists.offsets):
+            raise ValueError(f"{self.name}: does not say of each of its {len(tokens)} tokens whether it counts")
+        return Loaded(tokens, starts, counted)

@@ -157,16 +157,13 @@ def test_a_pattern_takes_links_whose_targets_it_leaves_out(tmp_path: Path) -> No
         assert documents(f"{tmp_path}/{pattern}") == [b"x"]
 
 
-def test_a_large_folder_that_is_hidden_does_not_outweigh_text(tmp_path: Path) -> None:
-    (tmp_path / "in" / ".git").mkdir(parents=True)
-    (tmp_path / "in" / ".git" / "pack").write_bytes(bytes(9999))
-    (tmp_path / "in" / "a.txt").write_text("x")
-    listing = list_source(str(tmp_path / "in"))
+def test_what_is_hidden_or_beside_a_saved_dataset_does_not_outweigh_what_is_read(tmp_path: Path) -> None:
+    (tmp_path / "text" / ".git").mkdir(parents=True)
+    (tmp_path / "text" / ".git" / "pack").write_bytes(bytes(9999))
+    (tmp_path / "text" / "a.txt").write_text("x")
+    listing = list_source(str(tmp_path / "text"))
     assert [file.name for file in listing.files] == ["a.txt"]
     assert [(file.name, file.num_bytes) for file in listing.left_out] == [(".git/pack", 9999)]
-
-
-def test_caches_beside_a_saved_dataset_do_not_outweigh_it(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     write_table(folder / "data-0.arrow", ["one", "two"])
