@@ -14,7 +14,7 @@ from itertools import zip_longest
 from textwrap import shorten
 from typing import Any, TypeVar
 
-from elastic_ring.control import forming, messages, phases, reconnect, recovery
+from elastic_ring.control import forming, messages, phases, reconnect, recovery, spreading
 from elastic_ring.control.capacity import scaling, worker_pool
 from elastic_ring.control.decisions import data_order, memory_ladder, replacements
 from elastic_ring.control.facts import Fact, fact_of, line_of
@@ -238,6 +238,7 @@ def _settle(ctx: Transition) -> None:
         phases.expire_finishing(ctx)
     scaling.release_surplus(ctx)
     if isinstance(ctx.phase, Running):
+        spreading.settle(ctx)
         phases.settle_running(ctx)
     if isinstance(ctx.phase, Closing):
         phases.expire_closing(ctx)
@@ -250,6 +251,7 @@ def _settle(ctx: Transition) -> None:
     allowed_at = _may_start_workers_at(ctx.state)
     if allowed_at is not None and ctx.now >= allowed_at:
         worker_pool.fill_slots(ctx)
+        spreading.start_newcomers(ctx)
 
 
 def _may_start_workers_at(state: State) -> float | None:
@@ -269,7 +271,10 @@ def next_deadline(state: State) -> float | None:
     due = [at for at in (state.pool.earliest, forming.gathers_until(state)) if at is not None]
     # Where no worker may be started, an expired backoff must not tick without end.
     allowed_at = _may_start_workers_at(state)
-    due += [max(at, allowed_at) for at in worker_pool.start_deadlines(state)] if allowed_at is not None else []
+    starts = worker_pool.start_deadlines(state)
+    if (newcomers_at := spreading.starts_due_at(state)) is not None:
+        starts.append(newcomers_at)
+    due += [max(at, allowed_at) for at in starts] if allowed_at is not None else []
     phase, options = state.phase, state.options
     match phase:
         case Building():
@@ -282,9 +287,11 @@ def next_deadline(state: State) -> float | None:
             due.append(phase.deadline)
         case Running():
             _, grow_at = phases.boundary_reasons(state)
+            may_move = grow_at is None and not phase.boundary and spreading.is_ready(state)
+            move_at = spreading.earliest(state) if may_move else None
             grow_at = grow_at if "grow" not in phase.boundary else None
             answer_by = state.callbacks.deadline if state.callbacks.awaited is not None else None
-            due += [at for at in (phase.deadline, phase.save_by, grow_at, answer_by) if at is not None]
+            due += [at for at in (phase.deadline, phase.save_by, grow_at, move_at, answer_by) if at is not None]
         case Forming() if phase.full_since is not None:
             due.append(phase.full_since + options.spare_grace_s)
         case Forming() if num_able_to_form(state) // options.scaling.cp >= options.scaling.min_dp:

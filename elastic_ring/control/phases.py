@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_ring.control import recovery
+from elastic_ring.control import recovery, spreading
 from elastic_ring.control.capacity import scaling
 from elastic_ring.control.decisions import data_order, memory_ladder, replacements
 from elastic_ring.control.messages import (
@@ -360,6 +360,8 @@ def pause(ctx: Transition, report: Report) -> None:
         memory_ladder.climb_early(ctx)
     elif RELAX in phase.boundary:
         memory_ladder.relax(ctx)
+    if spreading.SPREAD in phase.boundary:
+        spreading.let_move(ctx, phase.membership)
     target_dp = min(max(phase.membership.mesh.dp, possible_dp(ctx.state)), ctx.options.scaling.most_rings)
     recovery.rebuild(ctx, phase.membership, replace(incident, counted=True), reports, target_dp)
 
@@ -428,6 +430,8 @@ def settle_running(ctx: Transition) -> None:
     reasons, grow_at = boundary_reasons(ctx.state)
     if grow_at is not None and ctx.now >= grow_at:
         reasons = (*reasons, "grow")
+    elif grow_at is None and not reasons and not phase.boundary and spreading.may_move(ctx):
+        reasons = (spreading.SPREAD,)
     new = tuple(reason for reason in reasons if reason not in phase.boundary)
     if not new:
         return

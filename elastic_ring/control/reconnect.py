@@ -77,7 +77,10 @@ def _restart_clocks(ctx: Transition) -> None:
     if change is not None and change.resumed_at is not None:
         # If the wall clock was set back meanwhile, `restart_delay_s` after this time must not come too late.
         change = replace(change, resumed_at=min(change.resumed_at, ctx.now))
-    ctx.state = replace(ctx.state, workers=workers, nodes=nodes, pool_changed_at=ctx.now, last_change=change)
+    moved_at = None if ctx.state.moved_at is None else min(ctx.state.moved_at, ctx.now)
+    ctx.state = replace(
+        ctx.state, workers=workers, nodes=nodes, pool_changed_at=ctx.now, last_change=change, moved_at=moved_at
+    )
     callbacks = ctx.state.callbacks
     if callbacks.awaited is not None:  # the driver has first to find this coordinator
         by = ctx.now + options.timeouts.hello_s + options.timeouts.callback_s

@@ -326,6 +326,14 @@ class MemoryLadder:
 
 
 @dataclass(frozen=True)
+class Moves:
+    """Members that are to move (`spreading`). `newcomers_on`: (node, how many newcomers are to be ready there)."""
+
+    leaving: tuple[str, ...] = ()
+    newcomers_on: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class FirstCause:
     """What broke the step `step` off first. `is_symptom`: an exchange failed; a later cause replaces it."""
 
@@ -366,7 +374,9 @@ class State:
     submissions as well. `skips`: the batches that are left out, by step. `rollbacks`: how often everyone went back
     on purpose from about one step, the last of these. `suspects`: workers that may have computed the last step
     wrongly. `warm_up_s`: how long the worker that became ready last took to start. `write_s`: the duration of the
-    last checkpoint's write. `pool_changed_at`, `nodes_changed_at`: when a worker or a node, or a node's room, last
+    last checkpoint's write. `moves`: planned for `moves_of`, the versions
+    of the pool and the members; `moved_at`: when members moved last; `started_to_move`: the workers started for it.
+    `pool_changed_at`, `nodes_changed_at`: when a worker or a node, or a node's room, last
     changed. `story`: the last (event, reason) pairs that changed the state. `pool`: `workers` and `nodes`, counted.
     """
 
@@ -406,6 +416,10 @@ class State:
     suspects: Suspects | None = None
     warm_up_s: float = 0.0
     write_s: float = 0.0
+    moves: Moves = field(default_factory=Moves)
+    moves_of: object = field(default=None, compare=False, repr=False)
+    moved_at: float | None = None
+    started_to_move: tuple[str, ...] = ()
     story: tuple[tuple[str, str], ...] = ()
     pool: Pool = field(default_factory=Pool, compare=False, repr=False)
 

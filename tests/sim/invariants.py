@@ -40,7 +40,8 @@ class InvariantBroken(AssertionError):
     1: agreement on term, generation and build. 2: stale messages have no effect. 3: committed steps are never lost
     while each shard has a holder, but on purpose; else no more of them than the best source that is left undoes. 4:
     each step and sequence counts once (the simulator checks it), except batches left out by going back on purpose. 5:
-    only verified shards are used. 6: holders of a shard are spread over nodes. 7: no node gets more members than it has
+    only verified shards are used. 6: holders of a shard are spread over nodes, also over
+    those with room that come later. 7: no node gets more members than it has
     GPUs. 8: manifests of a growing corpus hold for good, each from a step on that was never committed before (of
     earlier submissions the simulator knows). 9: of submissions of one run at most one commits, and each other one stops
     within a bound (checked by `tests/sim/sim_terms.py`).
@@ -276,6 +277,27 @@ def _manifests(before: State, event: Event | Fact, after: State, builds: list[Bu
     require([version.first_step for version in new] == [build.step for build in builds[:1]], 8, "one holds by itself")
     require(new[0].first_step > last, 8, f"a manifest from step {new[0].first_step} on follows one from {last} on")
     require(new[0].first_step >= before.committed, 8, "a manifest begins at a step that was committed before")
+
+
+def sharing(state: State, now: float) -> str:
+    """Two holders of one shard that share a node although another node has room for one; empty if there are none."""
+    if not isinstance(state.phase, Running) or state.phase.boundary or state.pool.total.starting:
+        return ""
+    membership = state.phase.membership
+    node_of = {name: worker.node for name, worker in state.workers.items()}
+    holders = Counter((rank % membership.mesh.cp, node_of.get(w, "")) for rank, w in enumerate(membership.members))
+    for node in state.nodes.values():
+        workers = [worker for worker in state.workers.values() if worker.node == node.node]
+        in_mesh = [worker for worker in workers if worker.worker in membership.members or worker.draining]
+        ready = [worker for worker in workers if worker.status == "ready" and worker not in in_mesh]
+        limit = node.num_slots if node.num_gpus is None else node.num_gpus
+        has_room = limit > len(in_mesh) and (len(ready) > 0 or node.num_slots > len(workers))
+        if node.draining or node.avoided or node.backoff_until > now or not has_room:
+            continue
+        for (cp_rank, shared), number in holders.items():
+            if number > 1 and not holders[cp_rank, node.node]:
+                return f"{number} holders of {cp_rank} stay on {shared} although {node.node} has room"
+    return ""
 
 
 def _reports(before: State, event: Event | Fact) -> Mapping[str, Report]:

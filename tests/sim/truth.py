@@ -6,20 +6,29 @@ from elastic_ring.control.decisions.data_order import batch_of, pending_rollback
 from elastic_ring.control.messages import Build, Checkpoint, Command, EndRun
 from elastic_ring.control.state import Closing, Ended, Forming, State, membership_of
 from tests.sim.copies_truth import check_no_copy, check_step_back
-from tests.sim.invariants import require
+from tests.sim.invariants import require, sharing
 from tests.sim.simulator import simulate as simulator
 from tests.sim.simulator.faults import Schedule, random_schedule
 from tests.sim.simulator.simulate import Listener, Outcome
 from tests.sim.simulator.worker import SimWorker
 
+MOVED_S, MOVED_AGAIN_S = 15.0, 75.0  # new room has lasted, newcomers have started, an earlier move is long enough ago
 HEARD_S = 8.0  # the slowest way of a reliable message past dead coordinators
 
 
 class World(simulator.World):
     """A simulated run whose decisions are checked."""
 
+    shared = "", (0, 0), 0.0
+    """What the holders of a shard share, in which generation, and since when."""
+
     def judge(self, before: State, after: State, commands: tuple[Command, ...]) -> None:
         check_decision(self, before, after, commands)
+        shared, membership = sharing(after, self.now), (after.term, after.generation)
+        if (shared, membership) != self.shared[:2]:
+            self.shared = shared, membership, self.now
+        limit_s = MOVED_AGAIN_S if after.moved_at is not None else MOVED_S
+        require(not shared or self.now <= self.shared[2] + limit_s, 6, shared)
 
     def judge_end(self, end: EndRun) -> None:
         check_end(self, end)

@@ -225,14 +225,14 @@ def fill_slots(ctx: Transition) -> None:
         if not usable:
             break
         rank = _spread(ctx.state)
-        _start(ctx, min(usable, key=lambda node: (node.avoided, rank(node))).node)
+        start(ctx, min(usable, key=lambda node: (node.avoided, rank(node))).node)
     may_stand_by = ctx.now >= standbys_from(ctx.state)
     while may_stand_by and ctx.state.pool.shelf and _Wants(ctx.state).num_missing > 0:
         pool = ctx.state.pool
         usable = pool.usable(pool.shelf, ctx.now)
         if not usable:
             break
-        _start(ctx, min(usable, key=lambda node: (node.avoided, pool.num_beyond(node))).node)
+        start(ctx, min(usable, key=lambda node: (node.avoided, pool.num_beyond(node))).node)
     if ctx.state.num_started > before:
         ctx.explain(f"{ctx.state.num_started - before} worker(s) start")
 
@@ -248,7 +248,7 @@ def _start_members(ctx: Transition) -> None:
     while ranked and missing > 0:
         missing -= 1
         place = ranked[0][-1]
-        _start(ctx, usable[place].node)
+        start(ctx, usable[place].node)
         pool = ctx.state.pool
         if pool.gpus_left(usable[place]) > 0:  # only this node's rank is another one now
             heapreplace(ranked, (*_start_rank(pool, usable[place], ctx.options.scaling.cp), place))
@@ -256,7 +256,8 @@ def _start_members(ctx: Transition) -> None:
             heappop(ranked)
 
 
-def _start(ctx: Transition, node: str) -> None:
+def start(ctx: Transition, node: str) -> str:
+    """Start a worker on the node; its name."""
     state = ctx.state
     name = f"w{state.num_started}.t{state.term}"
     started = Worker(
@@ -270,6 +271,7 @@ def _start(ctx: Transition, node: str) -> None:
     ctx.send(StartWorker(ctx.cause, name, node, state.term))
     ctx.put(started)
     ctx.set(num_started=state.num_started + 1)
+    return name
 
 
 def standbys_from(state: State) -> float:
@@ -351,4 +353,5 @@ def vacant_nodes(state: State) -> frozenset[str]:
     wants, pool = _Wants(state), state.pool
     needed = pool.free if wants.num_missing_on_gpus else frozenset()
     needed |= pool.shelf if wants.num_missing else frozenset()
+    needed |= {node for node, _ in state.moves.newcomers_on}
     return frozenset(name for name in state.nodes if not pool.counts_on(name).used and name not in needed)
