@@ -30,6 +30,7 @@ OUTCOMES = (
 """From the best to the worst."""
 SPARE, FEWER, WAIT, COPIES, _, CHECKPOINT, _, END = range(len(OUTCOMES))
 PROCESS = "any process"
+HOST = "its host"
 HOSTS, DOMAINS = ("any host", "any two hosts"), ("any failure domain", "any two failure domains")
 
 
@@ -45,8 +46,8 @@ def without_holder(mesh: Mesh, mode: CopyMode, has_checkpoints: bool) -> int:
 
 
 def covered(state: State) -> dict[str, str]:
-    """Loss → its worst outcome; empty while there is no mesh. Hosts or failure domains only where the
-    members stand on several."""
+    """Loss → its worst outcome; empty while there is no mesh. Failure domains only where
+    the members stand in several."""
     mesh = mesh_of(state)
     if mesh is None:
         return {}
@@ -71,7 +72,7 @@ def covered(state: State) -> dict[str, str]:
         mode,
         options.run.checkpoint_config.is_on or bool(state.checkpoints),
     )
-    losses = (PROCESS, *(DOMAINS if places else HOSTS))
+    losses = (PROCESS, *(DOMAINS if places else HOSTS if len(set(on)) > 1 else (HOST,)))
     return {loss: OUTCOMES[outcome] for loss, outcome in zip(losses, counted.worst(), strict=False)}
 
 
@@ -120,7 +121,7 @@ class _Counted:
             a_process = without_holder(self.mesh, self.mode, self.has_checkpoints)
         else:
             a_process = SPARE if self.is_process_covered else self._without(1, self.num_able)
-        return (a_process, *(self.places(num) for num in range(1, min(len(set(self.on)), 3))))
+        return (a_process, *(self.places(num) for num in range(1, min(len(set(self.on)), 2) + 1)))
 
     def places(self, number: int) -> int:
         able = dict(self.able)

@@ -294,7 +294,7 @@ class RunRecorder:
         if change.restored is not None and change.previous_mesh is None:
             self._resumed(change.restored)
         costs = covered(state)
-        if change.previous_mesh is None and len(costs) > 1:  # there is more than one host
+        if change.previous_mesh is None:
             self.recoveries.say(describe(costs))
         self.recoveries.compare_members(change.mesh, change.members)
         if change.previous_mesh is not None and (not change.planned or change.drained):

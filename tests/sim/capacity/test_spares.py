@@ -143,13 +143,16 @@ def test_whichever_host_is_lost_the_mesh_stays_whole_if_gpus_and_spares_are_enou
 
 def test_what_is_covered_is_told_for_a_process_a_host_and_two() -> None:
     run = _fleet({"a": 1, "b": 1, "c": 1, "d": 1}, dp=2, cp=1, spares=1)
-    assert covered(run.state) == {"any process": "a spare", "any host": "a spare"}
+    end = {"any two hosts": "the end of the run"}
+    assert covered(run.state) == {"any process": "a spare", "any host": "a spare", **end}
     two = _fleet({f"h{index}": 1 for index in range(5)}, dp=4, cp=1, spares=1)
     assert covered(two.state) == {"any process": "a spare", "any host": "a spare", "any two hosts": "fewer rings"}
     full = _fleet({"a": 2, "b": 2}, dp=2, cp=2, spares=2)
-    assert covered(full.state) == {"any process": "a spare", "any host": "fewer rings"}
+    assert covered(full.state) == {"any process": "a spare", "any host": "fewer rings", **end}
     packed = _fleet({"a": 4}, dp=2, cp=2, spares=0, min_dp=2)
-    assert covered(packed.state) == {"any process": "a wait for workers"}
+    assert covered(packed.state) == {"any process": "a wait for workers", "its host": "the end of the run"}
+    kept = _fleet({"a": 2, "b": 3}, dp=1, cp=2, spares=2, takes_checkpoints=True)
+    assert covered(kept.state) == dict.fromkeys(("any process", "its host"), "back to the newest checkpoint")
     alone = {"dp": 1, "cp": 2, "spares": 1}
     hosts = {"a": 1, "b": 1, "c": 1}
     assert covered(_fleet(hosts, **alone).state)["any host"] == "the end of the run", "there are no checkpoints"
