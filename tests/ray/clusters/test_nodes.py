@@ -209,32 +209,45 @@ def test_with_two_free_nodes_no_two_holders_of_a_shard_begin_on_one(roomy, tmp_p
     assert begun == joined[1], "as soon as both have joined, whenever the head does"
 
 
+@pytest.fixture
+def single() -> Iterator[Cluster]:
+    """A head without CPUs, and one node with room for a whole run."""
+    ray.shutdown()  # the other modules' Ray
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster.add_node(num_cpus=8)
+    ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
 @pytest.mark.slow
 def test_a_mesh_on_one_node_moves_apart_when_another_comes_and_outlives_the_node_of_rank_0(
-    fork_server: ForkServer, tmp_path: Path, undisturbed: Path
+    single: Cluster, tmp_path: Path, undisturbed: Path
 ) -> None:
-    calm = fault_free(undisturbed, tmp_path, steps=20)
-    for cluster in forked(fork_server, {"num_cpus": 8}):
-        folder, gate = tmp_path / "apart-later", tmp_path / "gate"
-        trainer = tiny_trainer(tmp_path, "apart-later", spares=1, min_dp=2, steps=20, gate=gate)
-        with ThreadPoolExecutor(1) as pool, fork_server.forking():
-            run = pool.submit(trainer.fit)
-            wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
-            (first,) = members_nodes(folder)
-            joined = cluster.add_node(num_cpus=8)
-            wait_for(lambda: members_nodes(folder) == {first, joined.node_id})
-            (home,) = [node for node in cluster.list_all_nodes() if node.node_id == first]
-            assert json.loads((folder / "status.json").read_text())["members"][0]["node"] == first
-            kill_node(home)
-            wait_for(lambda: members_nodes(folder) == {joined.node_id}, limit_s=40.0)
-            gate.touch()
-            result = run.result()
-        check_records(trainer, result)
-        for name in ("losses", "samples_sha256", "weights_sha256"):
-            assert result.summary[name] == calm[name], name
-        moved, lost = result.summary["recoveries"]
-        assert (moved["action"], moved["steps_rerun"], moved["steps_undone"]) == ("drained", 0, 0)
-        assert (lost["source"], lost["steps_undone"]) == ("replica", 0)
+    steps = 80
+    calm = fault_free(undisturbed, tmp_path, steps=steps)
+    folder, gate = tmp_path / "apart-later", tmp_path / "gate"
+    trainer = tiny_trainer(tmp_path, "apart-later", spares=1, min_dp=2, steps=steps, gate=gate)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
+        (first,) = members_nodes(folder)
+        joined = single.add_node(num_cpus=8)
+        wait_for(lambda: members_nodes(folder) == {first, joined.node_id})
+        assert json.loads((folder / "status.json").read_text())["members"][0]["node"] == first
+        (home,) = [node for node in single.list_all_nodes() if node.node_id == first]
+        assert len(read_metrics(folder)) < steps, "the run must still be under way"
+        kill_node(home)
+        wait_for(lambda: members_nodes(folder) == {joined.node_id})
+        gate.touch()
+        result = run.result()
+    check_records(trainer, result)
+    for name in ("losses", "samples_sha256", "weights_sha256"):
+        assert result.summary[name] == calm[name], name
+    moved, lost = result.summary["recoveries"]
+    assert (moved["action"], moved["steps_rerun"], moved["steps_undone"]) == ("drained", 0, 0)
+    assert (lost["source"], lost["steps_undone"]) == ("replica", 0)
 
 
 @pytest.fixture
