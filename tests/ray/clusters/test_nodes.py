@@ -209,42 +209,29 @@ def test_with_two_free_nodes_no_two_holders_of_a_shard_begin_on_one(roomy, tmp_p
     assert begun == joined[1], "as soon as both have joined, whenever the head does"
 
 
-@pytest.fixture
-def single() -> Iterator[Cluster]:
-    """A head without CPUs, and one node with room for a whole run."""
-    ray.shutdown()  # the other modules' Ray
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    cluster.add_node(num_cpus=8)
-    ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
-
-
 @pytest.mark.slow
 def test_a_mesh_on_one_node_moves_apart_when_another_comes_and_outlives_the_node_of_rank_0(
-    single: Cluster, tmp_path: Path, undisturbed: Path
+    tmp_path: Path, undisturbed: Path
 ) -> None:
     steps = 80
     calm = fault_free(undisturbed, tmp_path, steps=steps)
     folder, gate = tmp_path / "apart-later", tmp_path / "gate"
     trainer = tiny_trainer(tmp_path, "apart-later", spares=1, min_dp=2, steps=steps, gate=gate)
-    with ThreadPoolExecutor(1) as pool:
+    with cluster_of({"num_cpus": 8}) as cluster, ThreadPoolExecutor(1) as pool:
         run = pool.submit(trainer.fit)
         wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
-        (first,) = members_nodes(folder)
-        joined = single.add_node(num_cpus=8)
-        wait_for(lambda: members_nodes(folder) == {first, joined.node_id})
-        assert json.loads((folder / "status.json").read_text())["members"][0]["node"] == first
-        (home,) = [node for node in single.list_all_nodes() if node.node_id == first]
-        assert len(read_metrics(folder)) < steps, "the run must still be under way"
-        kill_node(home)
+        home = occupied(cluster, folder)
+        joined = cluster.add_node(num_cpus=8)
+        wait_for(lambda: members_nodes(folder) == {home.node_id, joined.node_id})
+        assert status(folder)["members"][0]["node"] == home.node_id
+        assert num_steps(folder) < steps, "the run must still be under way"
+        for process in processes_of(home):
+            process.kill()
         wait_for(lambda: members_nodes(folder) == {joined.node_id})
         gate.touch()
         result = run.result()
     check_records(trainer, result)
-    for name in ("losses", "samples_sha256", "weights_sha256"):
-        assert result.summary[name] == calm[name], name
+    assert bits(result.summary) == bits(calm)
     moved, lost = result.summary["recoveries"]
     assert (moved["action"], moved["steps_rerun"], moved["steps_undone"]) == ("drained", 0, 0)
     assert (lost["source"], lost["steps_undone"]) == ("replica", 0)
