@@ -418,27 +418,11 @@ def test_every_path_that_the_page_names_is_there():
 
 MONITORING = DEPLOY / "monitoring"
 # What Grafana reads from provisioning files (its documentation, "Provision Grafana"); it ignores everything else.
-SOURCE = dict.fromkeys(
-    (
-        "name",
-        "type",
-        "access",
-        "orgId",
-        "uid",
-        "url",
-        "user",
-        "database",
-        "basicAuth",
-        "basicAuthUser",
-        "withCredentials",
-        "isDefault",
-        "version",
-        "editable",
-        "jsonData",
-        "secureJsonData",
-    ),
-    None,
+OF_SOURCES = (
+    "name type access orgId uid url user database basicAuth basicAuthUser withCredentials isDefault version editable "
+    "jsonData secureJsonData"
 )
+SOURCE = dict.fromkeys(OF_SOURCES.split())
 OF_PROVIDERS = {
     **dict.fromkeys(
         ("name", "orgId", "folder", "folderUid", "type", "disableDeletion", "updateIntervalSeconds", "allowUiUpdates"),

@@ -215,17 +215,9 @@ def test_a_manifest_with_numbers_or_names_that_cannot_be_is_refused_by_all_who_r
     first, *others = manifest.files
     embed, meta = manifest.tensors["params/embed"], dataclasses.asdict(manifest.meta)
     strangers: list[dict[str, object]] = [
-        {"cp": 0},
-        {"cp": -1},
-        {"cp": 1 << 40},
-        {"cp": 1},
-        {"cp": 3},
-        {"cp": True},
-        {"num_parts": 0},
-        {"num_parts": 7},
-        {"folder": "../precious"},
-        {"folder": "/"},
-        {"folder": f"{manifest.folder}/../../../../.."},
+        *({"cp": cp} for cp in (0, -1, 1 << 40, 1, 3, True)),
+        *({"num_parts": num_parts} for num_parts in (0, 7)),
+        *({"folder": folder} for folder in ("../precious", "/", f"{manifest.folder}/../../../../..")),
         {"term": -1},
         {"files": (dataclasses.replace(first, name=f"{manifest.folder}/../../../x"), *others)},
         {"files": (dataclasses.replace(first, num_bytes=-1), *others)},
@@ -238,11 +230,8 @@ def test_a_manifest_with_numbers_or_names_that_cannot_be_is_refused_by_all_who_r
         {"tensors": {"embed": embed}},
         {"meta": {}},
         {"meta": {**meta, "groups": [{}]}},
-        {"meta": {**meta, "counters": {"applied": -1}}},
-        {"meta": {**meta, "counters": {"other": 1}}},
-        {"run": {"corpus": [{"first_step": "0"}]}},
-        {"run": {"places": ["/"]}},
-        {"run": {"skips": [{"x": 1}]}},
+        *({"meta": {**meta, "counters": counters}} for counters in ({"applied": -1}, {"other": 1})),
+        *({"run": run} for run in ({"corpus": [{"first_step": "0"}]}, {"places": ["/"]}, {"skips": [{"x": 1}]})),
     ]
     for changes in strangers:
         folder = rewritten(storage, manifest, **changes)

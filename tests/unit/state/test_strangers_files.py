@@ -58,37 +58,9 @@ MOST_BYTES = 1 << 29
 """Of memory that all examples of a reader may take."""
 MOST_S = 20.0
 """Of CPU time; that of a reader without a bound is hours."""
-ODD: list[Any] = [
-    None,
-    True,
-    False,
-    -1,
-    0,
-    1,
-    2,
-    7,
-    1 << 31,
-    1 << 62,
-    1 << 70,
-    -0.5,
-    1.5,
-    1e308,
-    "",
-    "x",
-    "..",
-    "../precious/x",
-    "/etc/passwd",
-    "a/../../b",
-    "a\x00b",
-    "\x1b[2J",
-    "s3://stranger/x",
-    "\ud800",
-    [],
-    {},
-    [[]],
-    [1, 2],
-    {"a": {}},
-]
+NUMBERS = (-1, 0, 1, 2, 7, 1 << 31, 1 << 62, 1 << 70, -0.5, 1.5, 1e308)
+NAMES = ("x", "..", "../precious/x", "/etc/passwd", "a/../../b", "a\x00b", "\x1b[2J", "s3://stranger/x", "\ud800")
+ODD: list[Any] = [None, True, False, *NUMBERS, "", *NAMES, [], {}, [[]], [1, 2], {"a": {}}]
 few = settings(
     max_examples=20,
     deadline=None,
@@ -145,20 +117,8 @@ def wrong_bytes(right: bytes) -> st.SearchStrategy[bytes]:
 _WATCHED: list[tuple[str, str]] = []
 _PATHS = {"open", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree"}
 _RUNS = {"os.system", "subprocess.Popen", "pickle.find_class", "os.exec"}
-_OURS = tuple(
-    os.path.realpath(path)
-    for path in (
-        sys.prefix,
-        sys.base_prefix,
-        Path(__file__).parents[3],
-        "/proc",
-        "/sys",
-        "/dev",
-        "/usr",
-        "/lib",
-        "/etc/localtime",
-    )
-)
+_SYSTEM = ("/proc", "/sys", "/dev", "/usr", "/lib", "/etc/localtime")
+_OURS = tuple(map(os.path.realpath, (sys.prefix, sys.base_prefix, Path(__file__).parents[3], *_SYSTEM)))
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -391,17 +351,8 @@ STATUS = {
     "checkpoint_intervals_missed": 3,
     "checkpoint_step": 2,
 }
-SUMMARY = Summary(
-    steps=1,
-    planned_steps=1,
-    losses=["0x1p0"],
-    weights_sha256="w",
-    samples_sha256="s",
-    goodput=0.5,
-    exact=True,
-    generations=[],
-    recoveries=[],
-).to_json()
+_BITS: Any = {"losses": ["0x1p0"], "weights_sha256": "w", "samples_sha256": "s", "exact": True}
+SUMMARY = Summary(steps=1, planned_steps=1, goodput=0.5, generations=[], recoveries=[], **_BITS).to_json()
 
 
 @few

@@ -35,6 +35,7 @@ from tests.journals import journal_bytes
 from tests.unit.data.corpora import prepared, texts, write_jsonl
 from tests.unit.state.test_checkpoint import save
 from tests.unit.state.test_strangers_files import (
+    SUMMARY,
     _audited,  # noqa: F401  fixtures
     _bounded,  # noqa: F401
     fenced,
@@ -151,18 +152,7 @@ STEP = {
     "mesh": {"dp": 1, "cp": 1},
     "num_members": 1,
 }
-SUMMARY = Summary(
-    steps=1,
-    planned_steps=1,
-    losses=["0x1p0"],
-    weights_sha256="w",
-    samples_sha256="s",
-    goodput=0.5,
-    exact=True,
-    generations=[],
-    recoveries=[],
-    checkpoints=[{"path": "p", "step": 1}],
-).to_json() | {"time_s": {"train": 1.0}, "peak_gpu_bytes": 7}
+OF_A_RUN = SUMMARY | {"checkpoints": [{"path": "p", "step": 1}], "time_s": {"train": 1.0}, "peak_gpu_bytes": 7}
 
 
 @few
@@ -175,7 +165,7 @@ def test_the_end_the_steps_and_what_callbacks_were_told(folder, data):
     notes = [{"note": "recovery", "recovery": {"cause": "c"}}, {"note": "checkpoint", "checkpoint": {"path": "p"}}]
     lines = [STEP, {"step": 0, "val_loss": 1.0}, {"step": 1, "note": "goes back", "build": [1, 1]}]
     (at / "status.json").write_bytes(data.draw(odd_json(status)))
-    (at / "summary.json").write_bytes(data.draw(odd_json(SUMMARY)))
+    (at / "summary.json").write_bytes(data.draw(odd_json(OF_A_RUN)))
     (at / "callbacks.json").write_bytes(data.draw(odd_json(told)))
     (at / "metrics.jsonl").write_bytes(data.draw(odd_lines(lines)))
     (at / "journal.jsonl").write_bytes(data.draw(odd_lines(notes)))
@@ -189,7 +179,7 @@ def test_the_end_the_steps_and_what_callbacks_were_told(folder, data):
     with fenced(at), callbacks.CallbackDelivery([callbacks.Callback()], callbacks.RunInfo("r", at)) as telling:
         telling.deliver()
     with fenced(at):
-        Result(dict(SUMMARY), at).metrics  # noqa: B018  reads
+        Result(dict(OF_A_RUN), at).metrics  # noqa: B018  reads
     with fenced(at):
         flaws = list[Flaw]()
         with StepTable.load(at / "metrics.jsonl", flaws) as table:
@@ -227,7 +217,7 @@ def test_settings_of_a_run_as_a_submission_a_forecast_and_an_export_read_them(fo
         read_record(at)
     with fenced(at):
         export._Trained.read(at)
-    (at / "summary.json").write_bytes(data.draw(odd_json(SUMMARY)))
+    (at / "summary.json").write_bytes(data.draw(odd_json(OF_A_RUN)))
     (at / "config.toml").write_text('preset = "laptop"\n')
     (at / "metrics.jsonl").write_bytes(data.draw(odd_lines([STEP])))
     with fenced(at):
