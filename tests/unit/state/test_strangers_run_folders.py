@@ -21,7 +21,6 @@ from elastic_ring.errors import RecordDamaged
 from elastic_ring.monitor import callbacks
 from elastic_ring.monitor.journal import Flaw, Journal, read, salvage_file
 from elastic_ring.monitor.json_files import json_bytes
-from elastic_ring.monitor.metrics import Summary
 from elastic_ring.monitor.metrics_log import StepTable, rebuild_metrics
 from elastic_ring.monitor.result import Result
 from elastic_ring.runtime.coordinator.resume import find_resume
