@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from itertools import pairwise
-from typing import Annotated, Any, TypeVar, dataclass_transform, get_args
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_origin
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -124,6 +124,11 @@ def explain(cls: Any, error: ValidationError, values: Mapping[str, object], pref
     value: Any = values
     owner, spec, path = cls, None, []
     for part in first["loc"]:
+        if isinstance(part, int) and get_origin(owner) in (list, tuple) and isinstance(value, (list, tuple)):
+            kinds = get_args(owner)
+            owner, value = kinds[0] if kinds[-1] in (..., kinds[0]) else kinds[part], value[part]
+            path.append(str(part))
+            continue
         fields = getattr(owner, "__pydantic_fields__", {})
         name = list(fields)[part] if isinstance(part, int) and part < len(fields) else str(part)
         if name not in fields:
