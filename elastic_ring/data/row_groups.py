@@ -6,12 +6,14 @@ shard's footer names the digest of its tokens, so a damaged or swapped file is n
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from threading import Lock
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_ring.data.filesystem import NUM_READS, located, reading
@@ -19,6 +21,7 @@ from elastic_ring.data.manifest import COLUMN, COUNTED, OFFSET, TOKENS_KEY, Mani
 from elastic_ring.data.packing import Loaded
 
 OPEN_SHARDS = 64
+ROWS_AT_ONCE = 1024
 MAX_TOKEN_BYTES, MAX_HEADER_BYTES = 32, 1 << 16
 """What a row group has at most for each token, were each a document, and beside them."""
 UNREADABLE = "cannot be read as token shard"
@@ -66,20 +69,32 @@ class RowGroups:
         return f"{self._uri.rpartition('/')[0]}/shards/{shard.name}"
 
     def read(self, shard: Shard, number: int, num_tokens: int) -> Any:
-        """One row group. Raises StorageFailed; ValueError where the file is absent, damaged or another shard."""
+        """One row group. Raises StorageFailed; ValueError where the file is absent, damaged, another shard, or has
+        another number of tokens there."""
         path, columns = self.path(shard), [COLUMN, OFFSET] if shard.num_counted is None else [COLUMN, OFFSET, COUNTED]
 
         def read() -> Any:
             file, metadata, lock = self._opened(shard)
             with lock:
                 parquet = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True, pre_buffer=True)
-                # Before anything is unpacked. A column's own number would be asked of its statistics too, and pyarrow
-                # ends the process where these are damaged.
-                most_bytes = MAX_TOKEN_BYTES * num_tokens + MAX_HEADER_BYTES
-                if number >= metadata.num_row_groups or metadata.row_group(number).total_byte_size > most_bytes:
-                    problem = f"has no row group {number}, or one of more than the {num_tokens} tokens of its manifest"
-                    raise ValueError(f"{path}: {problem}: restore it")
-                return parquet.read_row_group(number, columns=columns)
+                problem = f"{path}: {UNREADABLE}: row group {number} has not the {num_tokens} tokens of its manifest"
+                # What the footer says is refused before anything is unpacked. It may be untrue, so tokens are counted
+                # on the way. A column's own number would be asked of its statistics too, and pyarrow ends the process
+                # where these are damaged.
+                if number >= metadata.num_row_groups:
+                    raise ValueError(problem)
+                row_group, most_bytes = metadata.row_group(number), MAX_TOKEN_BYTES * num_tokens + MAX_HEADER_BYTES
+                if not (0 < row_group.num_rows <= num_tokens and 0 < row_group.total_byte_size <= most_bytes):
+                    raise ValueError(problem)
+                batches, counts = list[Any](), Counter[str]()
+                for batch in parquet.iter_batches(ROWS_AT_ONCE, row_groups=[number], columns=columns):
+                    batches.append(batch)
+                    counts.update({name: len(batch[name].values) for name in batch.schema.names if name != OFFSET})
+                    if max(counts.values()) > num_tokens:
+                        raise ValueError(problem)
+                if counts[COLUMN] != num_tokens:
+                    raise ValueError(problem)
+                return pa.Table.from_batches(batches)
 
         for left in reversed(range(NUM_READS)):
             try:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import AliasChoices, BaseModel, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
@@ -23,10 +23,13 @@ from elastic_ring.model.config import KNOWN_TYPES, ModelConfig, num_parameters
 ALL_WINDOWS, NO_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "qwen3_moe"}), frozenset({"qwen2_moe"})
 """Types whose layers all have the window, or none whatever the config says; others go by `layer_types`."""
 BLOCK_TOKENS = 128
+MAY_BE_0 = frozenset({"moe_layer_end_index", "qk_rope_head_dim", "shared_expert_intermediate_size", "v_head_dim"})
 
 
 class FolderConfig(BaseModel):
-    """What sizes follow from in a decoder's config.json; null and 0 count as left out."""
+    """What sizes follow from in a decoder's config.json; null and most zeros count as left out."""
+
+    model_config = ConfigDict(protected_namespaces=())
 
     model_type: str
     num_attention_heads: int
@@ -64,10 +67,14 @@ class FolderConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, plain: Mapping[str, object]) -> dict[str, object]:
-        return {key: value for key, value in plain.items() if value or value is False}
+        return {
+            key: value
+            for key, value in plain.items()
+            if value or value is False or (value == 0 and key in MAY_BE_0) or key == "tie_word_embeddings"
+        }
 
     def model(self, settings: ModelConfig) -> ModelConfig:
-        tied = self.tie_word_embeddings
+        is_left_out = "tie_word_embeddings" not in self.model_fields_set
         model = ModelConfig(
             vocab_size=self.vocab_size,
             num_layers=self.num_hidden_layers,
@@ -79,7 +86,7 @@ class FolderConfig(BaseModel):
             or self.head_dim
             or self.hidden_size // self.num_attention_heads,
             ffn_width=self.intermediate_size,
-            tie_embeddings=self.model_type.startswith("gemma") if tied is None else tied,
+            tie_embeddings=self.model_type.startswith("gemma") if is_left_out else bool(self.tie_word_embeddings),
             checkpoint_activations=settings.checkpoint_activations,
             loss_chunk_tokens=settings.loss_chunk_tokens,
         )
@@ -91,8 +98,10 @@ class FolderConfig(BaseModel):
         last = layers[-1] if self.last_layer == -1 else self.last_layer
         with_experts = [
             layer
-            for layer in range(self.first_layer, last + 1)
-            if layer in layers and layer not in self.mlp_only_layers and (layer + 1) % self.every_layers == 0
+            for layer in layers
+            if self.first_layer <= layer <= last
+            and layer not in self.mlp_only_layers
+            and (layer + 1) % self.every_layers == 0
         ]
         width = self.expert_width or self.intermediate_size
         return replace(
@@ -100,7 +109,7 @@ class FolderConfig(BaseModel):
             num_experts=self.num_experts,
             experts_per_token=self.experts_per_token,
             expert_width=width,
-            shared_width=self.shared_width or width * self.num_shared,
+            shared_width=self.shared_width if "shared_width" in self.model_fields_set else width * self.num_shared,
             num_dense_layers=len(layers) - len(with_experts),
         )
 
@@ -110,6 +119,9 @@ class FolderConfig(BaseModel):
         rank, rope, value, of_q = self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim, self.q_lora_rank
         if not rank:
             return 0, None
+        for name in ("qk_rope_head_dim", "v_head_dim"):
+            if name not in self.model_fields_set:
+                raise ValueError(f"config.json has no {name}")
         heads, width = model.num_heads, model.width
         queries = of_q * (width + 1 + heads * model.head_dim) if of_q else width * heads * model.head_dim
         up = rank * heads * (model.head_dim - rope + value)
@@ -159,6 +171,8 @@ def sizes_of(settings: TrainSettings) -> tuple[ModelConfig, LayerPatterns | None
     try:
         config = FolderConfig.model_validate(plain)
         model = config.model(settings.model)
+        of_latents, latent = config.latent(model)
+        return model, config.windows(settings), num_parameters(model) + of_latents, latent
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))
@@ -166,5 +180,3 @@ def sizes_of(settings: TrainSettings) -> tuple[ModelConfig, LayerPatterns | None
         raise ValueError(f"--model-folder {folder}: {reason}") from error
     except ValueError as error:
         raise ValueError(f"--model-folder {folder}: {error}") from error
-    of_latents, latent = config.latent(model)
-    return model, config.windows(settings), num_parameters(model) + of_latents, latent

@@ -236,7 +236,10 @@ def _run(storage: Storage, job: Job, plan: Plan, spread: Spread, tokenizer: Toke
                 if all(source.shards for source in beginning.sources):
                     storage.replace(f"manifest-{complete:06d}.json", beginning.to_json())
                 published = complete
-    return assemble(job.config, tokenizer, plan, list(records.values()))
+    for piece in plan.pieces:
+        if piece.name not in records:
+            raise ValueError(f"out={storage.uri!r}: piece {piece.name} has not been prepared; run the command again")
+    return assemble(job.config, tokenizer, plan, [records[piece.name] for piece in plan.pieces])
 
 
 def _bar(title: str, pieces: Sequence[Piece], missing: Sequence[Piece]) -> tqdm:

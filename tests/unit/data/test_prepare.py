@@ -170,6 +170,21 @@ def test_a_preparation_that_was_killed_goes_on_without_repeating_or_losing_a_doc
     assert {name: (out / "pieces" / name).stat().st_mtime_ns for name in records} == records
 
 
+def test_a_manifest_is_of_the_planned_pieces_alone(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, out = prepared(tmp_path / "out", corpus), tmp_path / "out"
+    (out / "manifest.json").unlink()
+    record = sorted((out / "pieces").iterdir())[1]
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"name": "000-other"}))
+    assert prepared(out, corpus).digest == whole.digest
+    (out / "manifest.json").unlink()
+    record.unlink()
+    monkeypatch.setattr(prepare_module, "_in_process", lambda job, task, pieces: iter(()))
+    with pytest.raises(ValueError, match=rf"piece {record.stem} has not been prepared"):
+        prepared(out, corpus)
+
+
 # ------------------------------------------------------------ bad input
 
 

@@ -184,6 +184,29 @@ def test_a_damaged_footer_of_a_shard_ends_no_process(tmp_path: Path) -> None:
     assert num_named > 10
 
 
+def test_a_row_group_without_its_number_of_tokens_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = corpus(tmp_path)
+    path, other = min((tmp_path / "out" / "shards").iterdir()), tmp_path / "other"
+    expected = source.read(0).tokens.tolist()
+    short = pq.ParquetFile(path).read_row_group(0).slice(0, 1)
+    path.rename(other)
+    pq.write_table(short, path)
+    footers, whole = list[Any](), pq.read_metadata
+
+    def read_metadata(file: Any) -> Any:
+        footers.append(whole(file))
+        if other.exists():
+            other.rename(path)  # the file that is open stays the short one
+        return footers[-1]
+
+    monkeypatch.setattr(row_groups.pq, "read_metadata", read_metadata)
+    again = PreparedTokens.of(str(tmp_path / "out" / "manifest.json"), 48).open()
+    assert again.read(0).tokens.tolist() == expected
+    assert len(footers) == 2
+
+
 # ------------------------------------------------------------ manifests that change or grow
 
 

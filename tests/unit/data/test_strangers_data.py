@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from elastic_ring.data.listing import LEADS_OUT, list_source
 from elastic_ring.data.preparation import documents
+from elastic_ring.data.prepared import PreparedTokens
 from elastic_ring.data.shards import TokenShards
 from elastic_ring.data.text import TextFiles
 from elastic_ring.data.tokenizer import open_tokenizer
@@ -173,6 +175,31 @@ def test_headers_of_pages_that_two_readers_read_differently_are_refused() -> Non
     ):
         with pytest.raises(pa.ArrowInvalid, match="page header"):
             documents._largest_page(odd + bytes(20))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_tokens_beyond_the_manifests_are_not_unpacked_whatever_the_footer_says(tmp_path: Path, number: int) -> None:
+    """`number`: how many bytes they expand to by the footer."""
+    prepared(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts(150)), row_group_tokens=1 << 14, piece_bytes=MIB)
+    (path,) = (tmp_path / "out" / "shards").iterdir()
+    rows, tokens = np.zeros(16_000, np.int64), np.zeros(16_000_000, np.uint16)
+    lists = pa.ListArray.from_arrays(np.arange(len(rows) + 1, dtype=np.int32) * 1000, tokens)
+    table = pa.table({"tokens": lists, "offset": rows}).replace_schema_metadata(pq.read_metadata(path).metadata)
+    pq.write_table(table, path, compression="zstd", use_dictionary=False, write_page_checksum=True)
+    size = pq.read_metadata(path).row_group(0).total_byte_size << 1  # as the footer has it, 7 bits a byte
+    true = bytes([size & 127 | 128, size >> 7 & 127 | 128, size >> 14 & 127 | 128, size >> 21])
+    assert path.read_bytes().count(true) == 1
+    path.write_bytes(path.read_bytes().replace(true, bytes([number << 1 | 128, 128, 128, 0])))
+    assert pq.read_metadata(path).row_group(0).total_byte_size == number
+    source = PreparedTokens.of(str(tmp_path / "out" / "manifest.json"), 48).open()
+    before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        with pytest.raises(ValueError, match=rf"{path.name}: .*row group 0 has not the 16384 tokens of its manifest"):
+            source.read(0)
+    finally:
+        pa.set_memory_pool(before)
+    assert pool.max_memory() < 16 * MIB < tokens.nbytes
 
 
 # ---------------------------------------------------------------- names and links

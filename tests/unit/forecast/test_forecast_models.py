@@ -74,6 +74,40 @@ def test_a_folder_has_the_sizes_and_windows_of_its_module(kind: str, windows: An
         assert same(sizes_of(asked)[1], made.pattern(CONTEXT), model.num_layers)
 
 
+def with_config(folder: Path, kind: str, **keys: Any) -> ModelConfig:
+    """A folder's sizes where its config has these keys; ... stands for one that it does not have."""
+    plain = {key: value for key, value in (SMALL | {"model_type": kind} | keys).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(plain))
+    return sizes_of(parse(["--model-folder", str(folder), "--context", str(CONTEXT)]))[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"v_head_dim": ...}, "config.json has no v_head_dim"),
+        ({"qk_rope_head_dim": None}, "config.json has no qk_rope_head_dim"),
+        ({"sliding_window": -1}, "tokens=-1: must be at least 1"),
+    ],
+)
+def test_a_config_that_does_not_say_a_size_is_refused_by_folder_and_name(
+    keys: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"--model-folder {tmp_path}: .*{problem}"):
+        with_config(tmp_path, "deepseek_v3", layer_types=["sliding_attention"], **keys)
+
+
+def test_zeros_and_layers_that_no_model_has_are_values(tmp_path: Path) -> None:
+    dense = {"first_k_dense_replace": ..., "mlp_only_layers": []}
+    for last, num_dense in ((0, 3), (10**12, 0), (-1, 0)):
+        model = with_config(tmp_path, "ernie4_5_moe", moe_layer_end_index=last, **dense)
+        assert model.num_dense_layers == num_dense
+    assert with_config(tmp_path, "deepseek_v3", first_k_dense_replace=-(10**12)).num_dense_layers == 1
+    shared = [with_config(tmp_path, "qwen2_moe", shared_expert_intermediate_size=n).shared_width for n in (0, 48, ...)]
+    assert shared == [0, 48, 16]
+    tied = [with_config(tmp_path, "gemma2", tie_word_embeddings=tie, num_experts=0) for tie in (None, True, ...)]
+    assert [model.tie_embeddings for model in tied] == [False, True, True]
+
+
 @pytest.mark.parametrize("text", ["window:512", "bigbird:5,0,5", "sinks:64+window:300", "longnet:512/1,2048/4,unit=64"])
 def test_a_pattern_is_counted_by_its_plan(text: str) -> None:
     model, step = preset("1b"), StepConfig(steps=1, global_batch=1, context_tokens=8192)
