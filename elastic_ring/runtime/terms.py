@@ -14,9 +14,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from elastic_ring.config import RunConfig
-from elastic_ring.control.decisions.terms import LOOK_S, TermClaim, Unanswered, newest_claim, refuse_if_replaced
+from elastic_ring.control.decisions.terms import (
+    LOOK_S,
+    NOBODY,
+    TermClaim,
+    Unanswered,
+    newest_claim,
+    refuse_if_replaced,
+)
 from elastic_ring.errors import ElasticRingError, StaleMessage, StorageFailed, TermLost
 from elastic_ring.files import plain_json
 from elastic_ring.monitor.metrics import JOURNAL_NAME
@@ -56,26 +64,41 @@ class Terms:
         claimed, _ = self._listed()
         return any(self._claim_of(term).attempt == attempt for term in sorted(claimed, reverse=True))
 
+    def refuse_if_replaced(self, run: RunConfig, own: TermClaim, newest: TermClaim | None = None) -> None:
+        """`newest`: the newest claim, looked up if left out. Raises: as `terms.refuse_if_replaced`, with the own claim
+        as it stands now; StorageFailed where the journal is gone with it, as after an unmount."""
+        newest = newest or self.newest()
+        at_own = newest
+        if newest.term <= own.term:
+            self._read.pop(own.term, None)  # never from memory: its file may be removed and written anew
+            with suppress(FileNotFoundError):
+                at_own = self._claim_of(own.term) if self._storage.exists(_name(own.term)) else NOBODY
+            if at_own == NOBODY and not self._storage.exists(JOURNAL_NAME):
+                raise StorageFailed(f"{run.storage_uri} has neither this run's journal nor its term")
+        refuse_if_replaced(run.name, run.storage_uri, own, newest, at_own=at_own)
+
     def _claim_of(self, term: int) -> TermClaim:
         if term not in self._read:
             data = self._storage.read_record(_name(term))
             try:
                 claim = plain_json(data)
-                self._read[term] = TermClaim(term, str(claim["attempt"]), str(claim["host"]))
-            except (ValueError, KeyError, TypeError):  # somebody's own file
+                texts = str(claim["attempt"]), str(claim["host"]), str(claim.get("id", ""))
+                self._read[term] = TermClaim(term, *texts)
+            except (ValueError, KeyError, TypeError, AttributeError):  # somebody's own file
                 self._read[term] = TermClaim(term)
         return self._read[term]
 
-    def claim(self, attempt: str) -> TermClaim:
-        """Claim the next term: create a file that only one process can create."""
+    def claim(self, attempt: str, above: int = 0) -> TermClaim:
+        """Claim the next term, above the term `above` too: create a file that only one process can create."""
         claimed, withdrawn = self._listed()
         term, host = max([*claimed, *withdrawn], default=0), socket.gethostname()
+        term = max(term, above)
         while True:
             term += 1
             # No two may write the same, where the storage does not exclude.
             claim = {"attempt": attempt, "host": host, "unix_s": time.time(), "id": secrets.token_hex(8)}
             if self._storage.create(_name(term), json.dumps(claim).encode()):
-                self._read[term] = TermClaim(term, attempt, host)
+                self._read[term] = TermClaim(term, attempt, host, str(claim["id"]))
                 return self._read[term]
 
     def withdraw(self, own: TermClaim) -> None:
@@ -132,6 +155,7 @@ class TermWatch:
         if newest.term > self._newest.term:
             self._newest = newest
         self.check()
+        self._terms.refuse_if_replaced(self._run, self.own, newest)
 
     def check(self) -> None:
         """Check the newest known term, without waiting for the storage. Raises as `refuse_if_replaced`."""
@@ -192,7 +216,7 @@ class TermGuard:
         is_heard = True
         try:
             self._terms = self._terms or Terms(self._run).open()
-            refuse_if_replaced(self._run.name, self._run.storage_uri, own, self._terms.newest())
+            self._terms.refuse_if_replaced(self._run, own)
         except TermLost as lost:
             self._end(lost.message)
         except StaleMessage:

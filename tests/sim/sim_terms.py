@@ -12,7 +12,15 @@ import random
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-from elastic_ring.control.decisions.terms import LOOK_S, TermClaim, begin, is_late, newest_claim, refuse_if_replaced
+from elastic_ring.control.decisions.terms import (
+    LOOK_S,
+    NOBODY,
+    TermClaim,
+    begin,
+    is_late,
+    newest_claim,
+    refuse_if_replaced,
+)
 from elastic_ring.errors import ElasticRingError, RunFailed
 from tests.sim.invariants import require
 
@@ -44,9 +52,14 @@ class TermStorage:
     claims: list[TermClaim] = field(default_factory=list)
     withdrawn: set[int] = field(default_factory=set)
     written: list[Written] = field(default_factory=list)
+    in_journal: int = 0
+    """The newest term of which the journal has lines."""
 
     def newest(self) -> TermClaim:
         return newest_claim(self.claims, self.withdrawn)
+
+    def at(self, term: int) -> TermClaim:
+        return next((claim for claim in self.claims if claim.term == term), NOBODY)
 
 
 class Submission:
@@ -83,6 +96,7 @@ class Submission:
                     action = steps.send(answer)
         except StopIteration as done:
             self.own = done.value
+            storage.in_journal = max(storage.in_journal, done.value.term)
         except ElasticRingError:
             self.refused = self.stopped = True
             return
@@ -96,7 +110,9 @@ class Submission:
         if action == "look":
             return storage.newest()
         if action == "claim":
-            self.own = TermClaim(1 + max((one.term for one in storage.claims), default=0), self.attempt, self.attempt)
+            newest = max((claim.term for claim in storage.claims), default=0)
+            term = 1 + max(newest, storage.in_journal)
+            self.own = TermClaim(term, self.attempt, self.attempt, str(self.world.num_turns))
             storage.claims.append(self.own)
             return self.own
         if action == "withdraw":
@@ -112,7 +128,9 @@ class Submission:
         """Whether it may go on by what the storage says now; stops it where not."""
         assert self.own is not None
         try:
-            refuse_if_replaced("run", "storage", self.own, self.world.storage.newest())
+            storage = self.world.storage
+            at_own = storage.at(self.own.term)
+            refuse_if_replaced("run", "storage", self.own, storage.newest(), at_own=at_own)
         except ElasticRingError:
             self.stopped = True
         return not self.stopped
@@ -204,7 +222,10 @@ class TermWorld:
         newest = self.storage.newest()
         for one in self.submissions:
             begun_s = max(self.now, min(one.frozen_until, until_s))
-            replaced = one.own is not None and newest.term > one.own.term and newest.attempt != one.attempt
+            replaced = one.own is not None and (
+                (newest.term > one.own.term and newest.attempt != one.attempt)
+                or self.storage.at(one.own.term) != one.own
+            )
             one.awake_s = one.awake_s + until_s - begun_s if replaced and not one.stopped else 0.0
             require(one.awake_s <= BOUND_S, ONE_COMMITS, f"{one.attempt} goes on {one.awake_s:.2f} s after {newest}")
         self.now = until_s

@@ -66,6 +66,26 @@ def test_two_that_begin_at_once_leave_one_and_any_number_of_freezes_changes_noth
         assert sum(not one.stopped for one in made) == 1
 
 
+def test_whenever_the_claims_are_removed_at_most_one_commits_and_a_later_submission_goes_on() -> None:
+    """By a purge of the storage. Who had the run stops within the bound, though nobody has claimed it since."""
+    for seed in range(150):
+        rng = random.Random(seed)
+        world = TermWorld(seed)
+        world.submit("a")
+        for at_s in sorted(rng.uniform(0.1, 20.0) for _ in range(rng.randint(1, 3))):
+            world.run_until(at_s)
+            world.storage.claims.clear()
+            if rng.random() < 0.5:
+                world.submit(f"b{at_s:.3f}")
+            if rng.random() < 0.5:
+                world.freeze_at[world.num_turns + rng.randint(1, 30)] = rng.choice(world.submissions), 5.0
+        world.run_until(30.0)
+        world.submit("last")
+        world.run_until(60.0)
+        world.check_end()
+        assert [one.attempt for one in world.submissions if not one.stopped] == ["last"]
+
+
 @pytest.mark.parametrize("defect", ["nobody looks", "late ones count"])
 def test_the_simulator_finds_a_missing_look_and_a_late_commit_that_counts(
     monkeypatch: pytest.MonkeyPatch, defect: str

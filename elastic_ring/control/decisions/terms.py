@@ -24,11 +24,13 @@ a claim of the next term; a withdrawal of that claim."""
 
 @dataclass(frozen=True)
 class TermClaim:
-    """Term `term` belongs to the submission `attempt` on `host`; both are empty where the file holds neither."""
+    """Term `term` belongs to the submission `attempt` on `host`, by the claim `id`; all are empty where the file holds
+    none. A process that was told of its term knows no `id`."""
 
     term: int
     attempt: str = ""
     host: str = ""
+    id: str = ""
 
 
 NOBODY = TermClaim(0)
@@ -38,11 +40,27 @@ def newest_claim(claims: Iterable[TermClaim], withdrawn: Collection[int]) -> Ter
     return max((claim for claim in claims if claim.term not in withdrawn), key=lambda claim: claim.term, default=NOBODY)
 
 
-def refuse_if_replaced(run: str, place: str, own: TermClaim, newest: TermClaim) -> None:
-    """Raises: StaleMessage where another coordinator of the same submission has a newer term: it goes on with the
-    members. TermLost where another submission has it: this one stops."""
+def refuse_if_replaced(
+    run: str, place: str, own: TermClaim, newest: TermClaim, *, at_own: TermClaim | None = None
+) -> None:
+    """`at_own`: what the storage has for the own term now, NOBODY for nothing; None where nobody has looked.
+
+    Raises: StaleMessage where another coordinator of the same submission has a newer term: it goes on with the members.
+    TermLost where another submission has it, or the own claim is gone or somebody else's: this one stops.
+    """
     if newest.term <= own.term:
-        return
+        if at_own is None or (at_own.attempt == own.attempt and (not own.id or at_own.id == own.id)):
+            return
+        holder = f"is {at_own.host or 'somebody'}'s now" if at_own.term else "was removed"
+        raise TermLost(
+            f"run {run} in {place} is not this submission's any more: its claim terms/{own.term:06d} {holder}, so "
+            "another submission may have the run; this one stops here and writes nothing more; keep terms/ from what "
+            "cleans the storage, and submit this command again",
+            run=run,
+            host=at_own.host,
+            term=at_own.term,
+            own_term=own.term,
+        )
     if newest.attempt and newest.attempt == own.attempt:
         raise StaleMessage(f"a newer coordinator of this submission has term {newest.term}: this one exits")
     host = newest.host or f"somebody (terms/{newest.term:06d} names no host)"

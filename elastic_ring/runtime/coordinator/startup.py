@@ -29,6 +29,7 @@ from elastic_ring.errors import (
     RecordDamaged,
     RunFailed,
     StorageFailed,
+    TermLost,
 )
 from elastic_ring.monitor import json_files
 from elastic_ring.monitor.journal import Flaw, Journal, salvage_file
@@ -60,6 +61,7 @@ class JournalLine(TypedDict, total=False):
     attempt: str
     now: float
     identity: str
+    term: int
 
 
 MOST_FAILED_STARTS = 3
@@ -122,7 +124,7 @@ def open_run(
     reading = _Reading(run_spec, refuse)
     has_claimed = is_restart and terms.has_claimed(run_spec.attempt)
     steps = begin(run.name, run.storage_uri, run_spec.attempt, has_claimed=has_claimed)
-    claim = _carry_out(steps, terms, run_spec.attempt, reading.read)
+    claim = _carry_out(steps, terms, run_spec.attempt, reading)
     folder.mkdir(parents=True, exist_ok=True)  # not before: a folder that was moved away must not seem to be there
     if reading.is_own:
         return Startup(claim, reading.num_written, tuple(reading.lines))
@@ -172,9 +174,7 @@ def begin_note(run_spec: RunSpec, now: float) -> JournalLine:
     return cast("JournalLine", note)
 
 
-def _carry_out(
-    steps: Generator[Action, Any, TermClaim], terms: Terms, attempt: str, read_records: Callable[[], None]
-) -> TermClaim:
+def _carry_out(steps: Generator[Action, Any, TermClaim], terms: Terms, attempt: str, reading: _Reading) -> TermClaim:
     """Carry out the actions of `steps` against the storage; returns the claim."""
     own: TermClaim | None = None
     try:
@@ -186,12 +186,14 @@ def _carry_out(
                     case "look":
                         answer = terms.newest()
                     case "claim":
-                        answer = own = terms.claim(attempt)
+                        # The journal knows terms whose claims were removed.
+                        newest = max((line.get("term", 0) for line in reading.lines), default=0)
+                        answer = own = terms.claim(attempt, above=newest)
                     case "withdraw":
                         assert own is not None
                         terms.withdraw(own)
                     case "read":
-                        read_records()
+                        reading.read()
             except ElasticRingError as error:
                 action = steps.throw(error)
             else:
@@ -281,13 +283,17 @@ def refuse_to_begin(
 ) -> None:
     """Check that a first coordinator of `run_spec` may begin where the journal has these beginnings.
 
-    Raises RunFailed when the run has finished. In a process that Ray started again: RunFailed when the folder is
+    Raises RunFailed when the run has finished. In a process that Ray started again: TermLost when the folder is
     another submission's now, CoordinatorLost when workers of this run live but its journal is not visible from here,
     JournalDamaged when the journal is missing although they have trained, as the decisions in it are lost.
     """
     run = run_spec.run
     if is_restart and begins and begins[-1]["now"] > run_spec.submitted_unix_s:
-        raise RunFailed(f"another submission has taken {run.folder}: this one ends", run=run.name)
+        raise TermLost(
+            f"run {run.name} in {run.folder} is not this submission's any more: another submission has taken it; it "
+            "stops here and writes nothing more; to go on here, stop the run there and submit this command again",
+            run=run.name,
+        )
     if is_restart and not begins and (generation := built()):
         raise JournalDamaged(
             f"no journal of run {run.name} is in {run.folder} on host {socket.gethostname()}, although its workers "

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
 from elastic_ring.control.messages import Checkpoint
-from elastic_ring.errors import CoordinatorLost, JournalDamaged, RunFailed
+from elastic_ring.errors import CoordinatorLost, JournalDamaged, RunFailed, TermLost
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.runtime.coordinator.resume import Resume
@@ -80,7 +80,7 @@ def test_a_resumed_attempt_goes_on_with_the_metrics_and_with_nothing_else(tmp_pa
 
 def test_a_restart_gives_way_to_a_later_submission_and_to_workers_of_a_journal_that_it_cannot_see(tmp_path):
     begun(tmp_path / "taken", "b", now=99.0)
-    with pytest.raises(RunFailed, match="another submission has taken"):
+    with pytest.raises(TermLost, match="another submission has taken"):
         opened(run_spec(tmp_path / "taken", "a"), is_restart=True)
     with pytest.raises(CoordinatorLost, match="its journal is not in"):
         opened(run_spec(tmp_path / "elsewhere", "a"), is_restart=True, remaining=["er:opened:w-1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ from elastic_ring.config import CheckpointConfig, RunConfig
 from elastic_ring.control.decisions.detectors import LEAST_S, CheckpointWatch
 from elastic_ring.control.decisions.terms import LONGEST_TURN_S, TermClaim, Unanswered
 from elastic_ring.errors import CoordinatorLost, RunFailed, StaleMessage, StorageFailed, TermLost
+from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.runtime import run_storage
+from elastic_ring.runtime.coordinator.startup import begin_note
 from elastic_ring.runtime.driver.follow import CoordinatorLink
 from elastic_ring.runtime.terms import TermGuard, Terms, TermWatch
 from tests.unit.coordinator.test_startup import begun, opened, run_spec
@@ -66,9 +69,9 @@ def test_a_coordinator_of_a_lost_run_that_is_started_again_claims_nothing(tmp_pa
     opened(run_spec(tmp_path, "a"), is_restart=True)
     opened(run_spec(tmp_path, "b"))
     before = files(tmp_path)
-    with pytest.raises(TermLost, match=r"run opened in .* has claimed term 2, .*submit this command again") as lost:
+    with pytest.raises(TermLost, match=r"run opened in .* has claimed term 3, .*submit this command again") as lost:
         opened(run_spec(tmp_path, "a"), is_restart=True)
-    assert files(tmp_path) == before == ["000001", "000002"]
+    assert files(tmp_path) == before == ["000002", "000003"], "the journal is of term 1"
     assert lost.value.facts["host"] in lost.value.message
     assert lost.value.facts["host"]
 
@@ -120,6 +123,34 @@ def test_whoever_looks_is_told_of_a_newer_term_by_name_unless_it_is_void_or_of_t
     Terms(of(tmp_path)).claim("a")
     with pytest.raises(StaleMessage, match="newer coordinator of this submission has term 3"):
         watch.check()
+
+
+@pytest.mark.parametrize("claimed_again", [False, True])
+def test_a_claim_that_is_gone_or_somebody_elses_is_a_lost_term_and_the_next_one_is_above_the_journals(
+    tmp_path, claimed_again
+):
+    """A purge of the storage removed it; two that claim the same number must not both go on."""
+    own = opened(run_spec(tmp_path, "a")).claim
+    terms = Terms(of(tmp_path))
+    watch, left = TermWatch(of(tmp_path), own, terms), list[int]()
+    watch.look()
+    journal = tmp_path / "journal.jsonl"
+    with Journal(journal) as lines:
+        lines.append(begin_note(run_spec(tmp_path, "a"), 0.0))
+        lines.append({"note": "term", "term": 7, "num_lines": 1})
+    (tmp_path / "terms" / "000001").unlink()
+    if claimed_again:
+        assert Terms(of(tmp_path)).claim("b").term == own.term
+    problem = "claim terms/000001 is .*'s now" if claimed_again else "claim terms/000001 was removed"
+    with pytest.raises(TermLost, match=problem):
+        watch.look()
+    TermGuard(of(tmp_path), lambda: own, lambda timeout_s: False, left.append).look(TermClaim(1, "a"))
+    assert left == [3]
+    assert opened(run_spec(tmp_path, "c")).claim.term == 8
+    assert not journal.exists(), "it is set aside"
+    shutil.rmtree(tmp_path / "terms")
+    with pytest.raises(StorageFailed, match="neither this run's journal nor its term"):
+        watch.look()
 
 
 def test_rank_0_without_a_coordinator_ends_with_3_where_the_run_is_lost_or_nobody_can_tell(tmp_path):
