@@ -124,9 +124,9 @@ def explain(cls: Any, error: ValidationError, values: Mapping[str, object], pref
     value: Any = values
     owner, spec, path = cls, None, []
     for part in first["loc"]:
-        if isinstance(part, int) and get_origin(owner) in (list, tuple) and isinstance(value, (list, tuple)):
-            kinds = get_args(owner)
-            owner, value = kinds[0] if kinds[-1] in (..., kinds[0]) else kinds[part], value[part]
+        records = get_args(owner)[0] if get_origin(owner) in (list, tuple) else None
+        if isinstance(part, int) and hasattr(records, "__pydantic_fields__"):
+            owner, value = records, value[part]
             path.append(str(part))
             continue
         fields = getattr(owner, "__pydantic_fields__", {})

@@ -360,10 +360,9 @@ def pause(ctx: Transition, report: Report) -> None:
         memory_ladder.climb_early(ctx)
     elif RELAX in phase.boundary:
         memory_ladder.relax(ctx)
-    if spreading.SPREAD in phase.boundary:
-        spreading.let_move(ctx, phase.membership)
+    moving = spreading.begin_move(ctx, phase.membership) if spreading.SPREAD in phase.boundary else frozenset[str]()
     target_dp = min(max(phase.membership.mesh.dp, possible_dp(ctx.state)), ctx.options.scaling.most_rings)
-    recovery.rebuild(ctx, phase.membership, replace(incident, counted=True), reports, target_dp)
+    recovery.rebuild(ctx, phase.membership, replace(incident, counted=True), reports, target_dp, moving)
 
 
 def possible_dp(state: State) -> int:
@@ -418,6 +417,8 @@ def settle_running(ctx: Transition) -> None:
     phase = expect(ctx.state, Running)
     if phase.deadline is not None and ctx.now >= phase.deadline:
         why = f"{len(phase.paused)} of {len(phase.membership.members)} members paused in time"
+        if spreading.SPREAD in phase.boundary:
+            spreading.give_up(ctx)
         incident = recovery.open_incident(ctx, phase.membership, why, planned=phase.boundary)
         recovery.begin_closing(ctx, phase.membership, incident, why)
         return

@@ -155,9 +155,15 @@ def try_close(ctx: Transition) -> None:
 
 
 def rebuild(
-    ctx: Transition, membership: Membership, incident: Incident, reports: Mapping[str, Report], target_dp: int
+    ctx: Transition,
+    membership: Membership,
+    incident: Incident,
+    reports: Mapping[str, Report],
+    target_dp: int,
+    moving: frozenset[str] = frozenset(),
 ) -> None:
-    """All members have reported and none trains: decide the step, place the workers, order the next build."""
+    """All members have reported and none trains: decide the step, place the workers, order the next build. `moving`:
+    members that hand over to newcomers in this build, though they do not drain."""
     state = ctx.state
     living = quorum.living(reports, state.given_up)
     decided = quorum.decide(living, state.newest_vote, state.committed, membership.step, membership.id)
@@ -180,7 +186,7 @@ def rebuild(
         members=base.members,
         holders=decided.holders,
         empty=tuple(worker for worker in reports if worker not in decided.holders),
-        draining=ctx.state.pool.draining | ({incident.replaces} - {""}),
+        draining=ctx.state.pool.draining | ({incident.replaces} - {""}) | moving,
         hints={w: rank for w, rank in membership.rank_of.items() if w not in base.rank_of} if is_later else {},
     )
     if incident.back is not None:

@@ -6,6 +6,7 @@ take the places of as many holders at a boundary, in the way of a drain. The mes
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -23,35 +24,40 @@ MIN_INTERVAL_S = 60.0
 def plan_moves(state: State, membership: Membership, now: float) -> Moves:
     """The moves after which no two holders of a shard share a node, as far as nodes have room that hold none of it.
 
-    Ring 0 stays. Members of one ring move to one node where that has room for them.
+    Ring 0 stays. Members of one ring move to one node where that has room for them, and rather to newcomers that are
+    there than to free GPUs.
     """
     cp, nodes = membership.mesh.cp, node_of(state)
     on = [nodes.get(worker, "") for worker in membership.members]
     holders = Counter((rank % cp, node) for rank, node in enumerate(on))
     if max(holders.values()) < 2:
         return Moves()
-    room = {
-        node.node: _num_newcomers(state, membership, node.node, ("starting", "ready"))
-        + max(0, state.pool.gpus_left(node))
-        for node in state.pool.usable(frozenset(state.nodes), now)
-        if not node.draining and not node.avoided
-    }
+    newcomers, free = Counter[str](), Counter[str]()
+    for node in state.pool.usable(frozenset(state.nodes), now):
+        if not node.draining and not node.avoided:
+            newcomers[node.node] = _num_newcomers(state, membership, node.node, ("starting", "ready"))
+            free[node.node] = newcomers[node.node] + max(0, state.pool.gpus_left(node))
+    free += Counter()  # without nodes that have no room
     moved_to: Counter[tuple[int, str]] = Counter()  # (ring, node) → members of the ring that move there
     leaving: list[str] = []
     arriving: Counter[str] = Counter()
-    for rank in reversed(range(cp, membership.mesh.size)):
+    for rank in reversed(range(cp, membership.mesh.size)) if free else ():
         ring, cp_rank = divmod(rank, cp)
-        free = {node: left for node, total in room.items() if (left := total - arriving[node]) > 0}
-        targets = [node for node in free if not holders[cp_rank, node]]
-        if holders[cp_rank, on[rank]] < 2 or not targets:
+        if holders[cp_rank, on[rank]] < 2:
             continue
-        most_of_ring = max(moved_to[ring, node] for node in targets)
-        node = max((node for node in targets if moved_to[ring, node] == most_of_ring), key=free.__getitem__)
-        holders[cp_rank, on[rank]] -= 1
-        holders[cp_rank, node] += 1
-        moved_to[ring, node] += 1
-        arriving[node] += 1
-        leaving.append(membership.members[rank])
+        keys = {
+            node: (moved_to[ring, node], newcomers[node] > arriving[node], number)
+            for node, number in free.items()
+            if number > 0 and not holders[cp_rank, node]
+        }
+        if keys:
+            node = max(keys, key=keys.__getitem__)
+            holders[cp_rank, on[rank]] -= 1
+            holders[cp_rank, node] += 1
+            moved_to[ring, node] += 1
+            arriving[node] += 1
+            free[node] -= 1
+            leaving.append(membership.members[rank])
     return Moves(tuple(leaving), tuple(arriving.items()))
 
 
@@ -63,8 +69,8 @@ def _num_newcomers(state: State, membership: Membership, node: str, statuses: Se
 
 
 def settle(ctx: Transition) -> None:
-    """Plan the moves anew after each change of the pool or of the members, and let workers go that were started for
-    moves which are not needed any more."""
+    """Plan the moves anew after each change of the pool or of the members. Where nothing is to move, let go of the
+    workers that moves have left over."""
     state, phase = ctx.state, ctx.phase
     if not isinstance(phase, Running) or phase.boundary:
         return
@@ -72,18 +78,18 @@ def settle(ctx: Transition) -> None:
     if state.moves_of == key:
         return
     moves = Moves()
-    if phase.membership.mesh.dp > 1 and not state.gives_up:
+    if phase.membership.mesh.dp > 1 and not state.gives_up and state.moved_at != math.inf:
         moves = plan_moves(state, phase.membership, ctx.now)
     ctx.set(moves=moves, moves_of=key)
-    if not moves.leaving and state.started_to_move:
+    if not moves.leaving and state.movers:
         _dismiss(ctx, phase.membership)
 
 
 def _dismiss(ctx: Transition, membership: Membership) -> None:
     number = worker_pool.num_surplus(ctx.state)
-    unplaced = [name for name in ctx.state.started_to_move if name in ctx.state.workers and name not in membership.part]
+    unplaced = [name for name in ctx.state.movers if name in ctx.state.workers and name not in membership.part]
     surplus = [name for name in unplaced if ctx.state.workers[name].status != "stopping"][:number]
-    ctx.set(started_to_move=())
+    ctx.set(movers=())
     ready = ctx.ready_among(surplus)
     ctx.release(ready)
     ctx.kill([name for name in surplus if name not in ready], "no member moves any more", written_off=True)
@@ -99,7 +105,7 @@ def start_newcomers(ctx: Transition) -> None:
     for node, number in state.moves.newcomers_on:
         for _ in range(number - _num_newcomers(state, phase.membership, node, ("starting", "ready"))):
             name = worker_pool.start(ctx, node)
-            ctx.set(started_to_move=(*ctx.state.started_to_move, name))
+            ctx.set(movers=(*ctx.state.movers, name))
             ctx.explain(f"{name} starts on {node}, where it holds a shard apart from its other holders")
 
 
@@ -131,24 +137,32 @@ def starts_due_at(state: State) -> float | None:
 
 
 def may_move(ctx: Transition) -> bool:
-    """Whether a boundary is to be requested now. Moves that the placement would not make are given up."""
+    """Whether to request a boundary now. Moves that the placement would not make are given up."""
     state, phase = ctx.state, ctx.phase
     if not isinstance(phase, Running) or ctx.now < earliest(state) or not is_ready(state):
         return False
-    if _fewer_share(state, phase.membership, state.moves):
-        return True
-    ctx.set(moves=Moves(), moved_at=ctx.now)
-    _dismiss(ctx, phase.membership)
-    return False
+    is_better = _fewer_share(state, phase.membership, state.moves)
+    ctx.set(moved_at=ctx.now)
+    if not is_better:
+        ctx.set(moves=Moves())
+        _dismiss(ctx, phase.membership)
+    return is_better
 
 
-def let_move(ctx: Transition, membership: Membership) -> None:
-    """All members have paused: those of the planned moves drain, if their newcomers are still ready."""
+def begin_move(ctx: Transition, membership: Membership) -> frozenset[str]:
+    """All members have paused: those that leave their places now, if their newcomers are still ready. Whoever of them
+    is surplus afterwards is let go; where the build fails they hold their places."""
     moves = plan_moves(ctx.state, membership, ctx.now)
     ctx.set(moves=moves)
-    if is_ready(ctx.state) and _fewer_share(ctx.state, membership, moves):
-        worker_pool.drain(ctx, moves.leaving)
-    ctx.set(moves=Moves(), moves_of=None, moved_at=ctx.now, started_to_move=())
+    moves = moves if is_ready(ctx.state) and _fewer_share(ctx.state, membership, moves) else Moves()
+    ctx.set(moves=Moves(), moves_of=None, movers=(*ctx.state.movers, *moves.leaving))
+    return frozenset(moves.leaving)
+
+
+def give_up(ctx: Transition) -> None:
+    """A step takes longer than a boundary may: to request another one would break it off for nothing."""
+    ctx.set(moves=Moves(), moved_at=math.inf)
+    ctx.explain("members move no more in this term")
 
 
 def _fewer_share(state: State, membership: Membership, moves: Moves) -> bool:

@@ -375,7 +375,8 @@ class State:
     on purpose from about one step, the last of these. `suspects`: workers that may have computed the last step
     wrongly. `warm_up_s`: how long the worker that became ready last took to start. `write_s`: the duration of the
     last checkpoint's write. `moves`: planned for `moves_of`, the versions
-    of the pool and the members; `moved_at`: when members moved last; `started_to_move`: the workers started for it.
+    of the pool and the members; `moved_at`: when members were last asked to move, infinite once
+    a boundary was too late; `movers`: the workers that were started for moves, or gave their places up.
     `pool_changed_at`, `nodes_changed_at`: when a worker or a node, or a node's room, last
     changed. `story`: the last (event, reason) pairs that changed the state. `pool`: `workers` and `nodes`, counted.
     """
@@ -419,7 +420,7 @@ class State:
     moves: Moves = field(default_factory=Moves)
     moves_of: object = field(default=None, compare=False, repr=False)
     moved_at: float | None = None
-    started_to_move: tuple[str, ...] = ()
+    movers: tuple[str, ...] = ()
     story: tuple[tuple[str, str], ...] = ()
     pool: Pool = field(default_factory=Pool, compare=False, repr=False)
 

@@ -287,6 +287,7 @@ KNOWN = (
     "weights.safetensors",
     "callbacks.lock",
     "config.toml",
+    "metrics.index",
 )
 """The files of a run that `test_damage` and the docs speak of."""
 

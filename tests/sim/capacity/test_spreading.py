@@ -12,7 +12,9 @@ from elastic_ring.control.messages import (
     KillWorker,
     NodeDraining,
     NodeJoined,
+    NodeLost,
     Release,
+    Report,
     ScaleRequested,
     StartWorker,
     Stop,
@@ -94,6 +96,49 @@ def test_nobody_leaves_where_the_newcomers_die_before_all_have_paused_and_the_ne
     assert only(StartWorker, run.wait(10.0))
 
 
+def test_a_node_that_is_lost_while_members_move_there_costs_no_ring() -> None:
+    run = _joined_later()
+    run.all_ready()
+    assert _lasts(run)
+    before = members(run.state)
+    run.report_all(5, "boundary")
+    run.handle(NodeLost("n", "b"))
+    sent = run.report_all(5)
+    for cp_rank, worker in enumerate(before[2:]):
+        sent += run.handle(Report("w", worker, 1, run.state.generation, "aborted", 5, None, cp_rank, True))
+    order = build_in(sent)
+    assert (order.members, order.step) == (before, 5)
+    assert run.change.promise == "bit-exact"
+
+
+def test_members_move_no_more_once_a_step_was_longer_than_a_boundary_may_be() -> None:
+    run = _joined_later()
+    run.all_ready()
+    assert _lasts(run)
+    started = {name for name, node in node_of(run.state).items() if node == "b"}
+    before = members(run.state)
+    assert {stop.mode for stop in only(Stop, run.wait(run.options.timeouts.boundary_s))} == {"abort"}
+    assert build_in(run.report_all(5)).members == before
+    run.sent = run.resume_all()
+    assert _let_go(run) == started, "nobody is to take a place any more"
+    for _ in range(5):
+        assert not only(Stop, run.wait(2 * MIN_INTERVAL_S))
+
+
+def test_a_larger_node_that_comes_meanwhile_leaves_nobody_idle() -> None:
+    run = _joined_later(slots=4)
+    run.handle(NodeJoined("n", "c", 8))
+    run.wait(run.options.run.grow_delay_s)
+    assert not only(StartWorker, run.sent), "newcomers start elsewhere already"
+    run.all_ready()
+    assert _lasts(run)
+    order = build_in(run.report_all(5, "boundary"))
+    assert [node_of(run.state)[worker] for worker in order.members] == ["a", "a", "b", "b"]
+    run.sent = run.resume_all()
+    _let_go(run)
+    assert len(run.state.workers) == 5
+
+
 def test_who_was_started_for_it_leaves_where_the_room_is_not_to_be_used_any_more() -> None:
     run = _joined_later()
     started = [start.worker for start in only(StartWorker, run.sent)]
@@ -108,7 +153,7 @@ def test_who_was_started_for_it_leaves_where_the_room_is_not_to_be_used_any_more
 def test_the_moves_of_a_scaled_down_run_are_dropped() -> None:
     run = _joined_later()
     sent = run.handle(ScaleRequested("u", 2, 0))
-    assert not run.state.started_to_move
+    assert not run.state.movers
     killed = {kill.worker for kill in only(KillWorker, sent)}
     assert killed == {name for name, node in node_of(run.state).items() if node == "b"} - set(spares(run.state))
 

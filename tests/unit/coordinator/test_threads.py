@@ -103,10 +103,10 @@ def monitor(monkeypatch: pytest.MonkeyPatch) -> NodeMonitor:
 def test_a_callback_of_ray_never_waits_for_a_thread_that_waits_for_ray(monitor, monkeypatch):
     """Ray calls back in the thread that a call to Ray waits for."""
     started, callbacks = [], []
-    described = {"pid": 1, "stamp_path": "", "log_path": ""}
+    described = {"worker": "w", "node": "n", "pid": 1, "stamp_path": "", "log_path": "", "gpus": []}
 
     def start_agent(node: NodeInfo) -> Any:
-        watched = threading.Thread(target=monitor.watch_worker, args=("w", "n", described), daemon=True)
+        watched = threading.Thread(target=monitor.watch_worker, args=(described, None), daemon=True)
         watched.start()
         watched.join(5.0)
         assert not watched.is_alive(), "an agent is started under the lock"
