@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 INDEX_NAME = "metrics.index"
 WENT_BACK, AGAIN, BEGINS, OF_RUN = "went back", "again", "begins", "run"
 """Notes in metrics.jsonl: the run begins at this step again; the step ran again with the same loss; the lines before
-this step are missing; whose lines these are, by the run's identity."""
+this step are missing; whose lines these are, by the run's identity, and a new attempt counts its builds anew."""
 MAX_STEPS = 1 << 28
 """A line of a later step is a stranger's: MAX_BYTES of metrics.jsonl have fewer lines."""
 STANDING, UNDONE = 1, 2
@@ -55,9 +55,9 @@ ROW = np.dtype(
     ],
     align=True,
 )
-_HEAD = struct.Struct("<8sQQqQIIIqqQ")
+_HEAD = struct.Struct("<8sQQqQIIIqqQQ")
 """Magic; the last line's begin and end; the file's time of change; the next line's link; the newest build that went
-back; the last step; the last validated one; the number of rows. A checksum follows."""
+back; the last step; the last validated one; the numbers of rows and of those that count. A checksum follows."""
 _MAGIC, _HEAD_BYTES = b"steps 1\n", 128
 _CHUNK_ROWS = 1 << 14
 
@@ -69,7 +69,7 @@ class RowFile:
     """The rows of all steps, in a file or in memory; read and written in chunks."""
 
     def __init__(self) -> None:
-        self.fd, self.num = os.memfd_create(INDEX_NAME), 0
+        self.fd, self.num, self.num_standing = os.memfd_create(INDEX_NAME), 0, 0
 
     def get(self, first: int, stop: int) -> Rows:
         """The rows of these steps; of zeros where there are none."""
@@ -78,8 +78,11 @@ class RowFile:
         return rows
 
     def put(self, first: int, rows: Rows) -> None:
-        self.num = max(self.num, first + len(rows))
+        before = self.get(first, first + len(rows))
         _put(self.fd, rows.tobytes(), _HEAD_BYTES + first * ROW.itemsize)
+        self.num = max(self.num, first + len(rows))
+        now, earlier = (int(np.count_nonzero(some["state"] == STANDING)) for some in (rows, before))
+        self.num_standing += now - earlier
 
     def move(self, target: int) -> None:
         """Go on in another file, with a copy of all rows. Raises: OSError; the rows are then where they were."""
@@ -150,11 +153,12 @@ class StepTable:
         self.last_step = -1  # that counts, or after which lines are missing
         self.last_validated = -1
         self.went_back = (0, 0)  # the newest build that did
-        self.rows.num = 0
+        self.rows.num = self.rows.num_standing = 0
 
     @classmethod
-    def load(cls, path: Path, flaws: list[Flaw] | None = None) -> StepTable:
-        """The steps of the file at `path`; none where there is none. Damage goes to `flaws`.
+    def load(cls, path: Path, flaws: list[Flaw] | None = None, *, uses_index: bool = True) -> StepTable:
+        """The steps of the file at `path`; none where there is none. Damage goes to `flaws`; with the index, that of
+        the lines behind it, as the lines that it has are checked when they are read.
 
         Raises: as `journal.opened`; OtherFormat; without `flaws` JournalDamaged.
         """
@@ -163,7 +167,8 @@ class StepTable:
             with suppress(FileNotFoundError):
                 table._file = opened(path)
             if table._file is not None:
-                table._find_index()
+                if uses_index:
+                    table._find_index()
                 table._follow(flaws)
         except BaseException:
             table.close()
@@ -181,14 +186,14 @@ class StepTable:
         self.rows.fd, checksum = fd, zlib.crc32(head[: _HEAD.size]).to_bytes(4, "little")
         if len(head) == _HEAD_BYTES and head[_HEAD.size :].startswith(checksum):
             magic, start_bytes, end_bytes, changed_ns, number, crc, *counts = _HEAD.unpack(head[: _HEAD.size])
-            term, generation, self.last_step, self.last_validated, self.rows.num = counts
+            term, generation, self.last_step, self.last_validated, self.rows.num, self.rows.num_standing = counts
             self._start_bytes, self.after = start_bytes, Place(end_bytes, Link(number, crc))
             self.went_back = (term, generation)
             about, last = os.fstat(self._lines_file().fileno()), line_at(self._lines_file(), start_bytes)
             is_edited = about.st_size == end_bytes and about.st_mtime_ns != changed_ns
-            if magic == _MAGIC and not is_edited and last is not None and last.after == self.after:
-                if about.st_size > end_bytes:  # the file stays its writer's
-                    self.rows.move(os.memfd_create(INDEX_NAME))
+            is_whole = os.fstat(fd).st_size >= _HEAD_BYTES + self.rows.num * ROW.itemsize
+            is_whole = is_whole and self.rows.total() == self.rows.num_standing
+            if magic == _MAGIC and not is_edited and last is not None and last.after == self.after and is_whole:
                 return
         self._start_anew()
         self.rows.move(os.memfd_create(INDEX_NAME))
@@ -196,13 +201,15 @@ class StepTable:
     def _follow(self, flaws: list[Flaw] | None) -> None:
         """Take the lines that the index lacks; all lines again where one of those is flawed."""
         size, behind = os.fstat(self._lines_file().fileno()).st_size, list[Flaw]() if self.after.end_bytes else flaws
+        if size <= self.after.end_bytes:
+            return
+        self.rows.move(os.memfd_create(INDEX_NAME))  # the index's file stays its writer's
         for line in Lines(self._lines_file(), self.path, behind, self.after):
             self._take(line)
             if line.after.end_bytes >= size:  # a live writer may be quicker than this reader
                 break
         if behind and behind is not flaws:
             self._start_anew()
-            self.rows.move(os.memfd_create(INDEX_NAME))
             self._follow(flaws)
 
     # ------------------------------------------------------------ the writer's
@@ -239,8 +246,9 @@ class StepTable:
 
     def _write_head(self) -> None:
         changed_ns = os.fstat(self._lines_file().fileno()).st_mtime_ns
-        place, steps = (self._start_bytes, self.after.end_bytes), (self.last_step, self.last_validated, self.rows.num)
-        head = _HEAD.pack(_MAGIC, *place, changed_ns, *self.after.link, *self.went_back, *steps)
+        place, steps = (self._start_bytes, self.after.end_bytes), (self.last_step, self.last_validated)
+        nums = self.rows.num, self.rows.num_standing
+        head = _HEAD.pack(_MAGIC, *place, changed_ns, *self.after.link, *self.went_back, *steps, *nums)
         _put(self.rows.fd, (head + zlib.crc32(head).to_bytes(4, "little")).ljust(_HEAD_BYTES, b"\0"), 0)
 
     def _take(self, line: StoredLine) -> None:
@@ -255,6 +263,8 @@ class StepTable:
         if note == WENT_BACK:
             self._go_back(step, record.get("build"))
             return
+        if note == OF_RUN:
+            self.went_back = (0, 0)
         if note == AGAIN and row["state"] == UNDONE:  # else its line is lost
             row["state"] = STANDING
         elif note == BEGINS:
@@ -366,6 +376,8 @@ class StepTable:
         """The line of a step, or of its validation, by its row. Raises: JournalDamaged."""
         line = line_at(self._lines_file(), int(row[f"{of}_bytes"]))
         if line is None or line.after.link.crc != row[f"{of}_crc"] or line.record.get("step") != step:
+            with suppress(OSError):  # the next reader checks all lines
+                self.path.with_name(INDEX_NAME).unlink()
             raise JournalDamaged(f"the line of step {step} in {self.path} is damaged", path=str(self.path))
         return cast(MetricsLine, line.record)
 

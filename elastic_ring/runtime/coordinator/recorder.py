@@ -122,9 +122,10 @@ class RunRecorder:
         build = next((command for command in commands if isinstance(command, Build)), None)
         if build is None or not self.steps.begun(build.step, (build.term, build.generation)):
             return None
+        if not build.goes_back:
+            return build
         undone_s = self.metrics.table.rows.total("step_s", max(build.step, self.begin.first_step))
-        undone = self.metrics.go_back(build.step, (build.term, build.generation)) if build.goes_back else 0
-        if undone:
+        if undone := self.metrics.go_back(build.step, (build.term, build.generation)):
             self.goodput.lost.add("undone", undone_s)
             self.goodput.undone(undone_s)
             self.steps.went_back()

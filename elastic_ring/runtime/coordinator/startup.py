@@ -34,8 +34,8 @@ from elastic_ring.errors import (
 from elastic_ring.monitor import json_files
 from elastic_ring.monitor.journal import Flaw, Journal, salvage_file
 from elastic_ring.monitor.json_files import read_json
-from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME
-from elastic_ring.monitor.metrics_log import StepTable, rebuild_metrics
+from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME, MetricsLine
+from elastic_ring.monitor.metrics_log import OF_RUN, StepTable, rebuild_metrics
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.run_spec import (
     RECORDS,
@@ -264,12 +264,15 @@ def _restore_metrics(run_spec: RunSpec) -> list[str]:
             copy.write(run_storage.growing(source, METRICS_NAME))
             copy.flush()
         flaws = list[Flaw]()
-        with StepTable.load(path if has_own else Path(copy.name), flaws) as table:
+        with StepTable.load(path if has_own else Path(copy.name), flaws, uses_index=False) as table:
             wrong, lines, missing = rebuild_metrics(table, flaws, identity, resume.step)
             if has_own and wrong:
                 remarks.append(json_files.set_aside(path, f"{path}: {wrong}"))
-            if not path.exists():
-                with Journal(path, durable=True) as journal:
+            is_kept = path.exists()
+            if is_kept:  # an earlier attempt's builds may have had higher terms
+                lines = iter([MetricsLine(step=0, note=OF_RUN, identity=identity)])
+            if not is_kept or any(table.went_back):
+                with Journal(path, durable=True).open(table.after) as journal:
                     for line in lines:
                         journal.append({**line}, sync=False)
                     journal.sync()

@@ -375,3 +375,26 @@ def test_a_line_of_the_journal_with_a_wrong_byte_is_found_though_it_is_json(tmp_
         right = [record for record in records if set(record) == {"step", "loss"}]
         assert damaged or len(right) < 3 or right == [{"step": n, "loss": 2.5} for n in range(3)]
         assert all(record in [{"step": n, "loss": 2.5} for n in range(3)] for record in right)
+
+
+def test_a_line_that_rots_while_the_run_goes_on_is_set_aside_by_the_next_submission(runs, tmp_path, caplog):
+    folder, path = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    shutil.copytree(runs[0], folder)
+    with MetricsLog(folder).open() as log:
+        path.write_bytes(path.read_bytes().replace(b'"step":1,"loss":2.0', b'"step":1,"loss":3.0'))
+        log.record(step_of(4, 0))
+    assert "line 3 of it is damaged" in "\n".join(submitted(folder, 6, caplog).told)
+    assert [line["step"] for line in read_metrics(folder)] == [0, 2, 3]
+
+
+def test_a_new_attempt_goes_back_although_its_terms_begin_again(runs, tmp_path, caplog):
+    folder = tmp_path / "run"
+    shutil.copytree(runs[0], folder)
+    with MetricsLog(folder).open() as log:
+        assert log.go_back(3, (5, 2)) == 1
+        log.record(step_of(3, 0))
+    shutil.rmtree(folder / "terms")
+    submitted(folder, 6, caplog)
+    (folder / "metrics.index").unlink()
+    with MetricsLog(folder).open() as log:
+        assert log.go_back(2, (1, 1)) == 2

@@ -359,6 +359,8 @@ def test_time_that_no_step_got_is_counted_by_its_cause(tmp_path):
         [Build("b", "a", 1, 3, Mesh(2, 1), ("a", "b"), 1, None, (), False, step_back=SnapshotId(1, (1, 1)))]
     )
     assert recorder.goodput.lost.lost_s["undone"] == 4.0
+    recorder.metrics.table.close()  # a build that does not go back reads no steps
+    assert recorder.begin_build([Build("b", "a", 1, 4, Mesh(2, 1), ("a", "b"), 1, None, (), False)]) is not None
 
 
 def test_every_key_of_a_nodes_reading_has_its_metric(recorder):

@@ -173,7 +173,19 @@ def tear(folder: Path) -> None:
     (folder / INDEX_NAME).write_bytes(data[:20] + b"\0" * 20 + data[40:])
 
 
-@pytest.mark.parametrize("damage", [None, cut_the_lines, take_another_file_s, put_a_folder_there, tear])
+def lose_rows(folder: Path) -> None:
+    os.truncate(folder / INDEX_NAME, 128)
+
+
+def lose_a_page(folder: Path) -> None:
+    data = (folder / INDEX_NAME).read_bytes()
+    (folder / INDEX_NAME).write_bytes(data[:200] + b"\0" * 100 + data[300:])
+
+
+DAMAGES = [cut_the_lines, take_another_file_s, put_a_folder_there, tear, lose_rows, lose_a_page]
+
+
+@pytest.mark.parametrize("damage", [None, *DAMAGES])
 def test_an_index_that_does_not_fit_is_made_anew_and_one_that_does_is_used(
     tmp_path: Path, damage: Callable[[Path], None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +221,20 @@ def test_a_changed_line_is_damage_and_one_that_rots_unseen_is_named_when_it_is_r
         assert [line["step"] for line in table.newest(3)] == [5, 6, 7]
         with pytest.raises(JournalDamaged, match="line of step 1 in"):
             list(table.lines())
-    assert "the line of step 1 in" in render_status(tmp_path)
+    assert f"line 2 of {path}" in render_status(tmp_path), "without the index, which does not know of it"
+
+
+def test_a_reader_takes_a_line_that_is_written_while_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = StepTable._find_index
+    with MetricsLog(tmp_path) as log:
+        log.record(metrics(0, loss_of(0)))
+
+        def find_and_wait(table: StepTable) -> None:
+            find(table)
+            log.record(metrics(1, loss_of(1)))
+
+        monkeypatch.setattr(StepTable, "_find_index", find_and_wait)
+        assert steps_of(tmp_path) == [0, 1]
 
 
 def test_lines_of_a_frozen_writer_are_taken_by_its_successor(tmp_path: Path) -> None:
