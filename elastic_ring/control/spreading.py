@@ -33,10 +33,10 @@ def plan_moves(state: State, membership: Membership, now: float) -> Moves:
     if max(holders.values()) < 2:
         return Moves()
     newcomers, free = Counter[str](), Counter[str]()
-    for node in state.pool.usable(frozenset(state.nodes), now):
-        if not node.draining and not node.avoided:
-            newcomers[node.node] = _num_newcomers(state, membership, node.node, ("starting", "ready"))
-            free[node.node] = newcomers[node.node] + max(0, state.pool.gpus_left(node))
+    for place in state.pool.usable(frozenset(state.nodes), now):
+        if not place.draining and not place.avoided:
+            newcomers[place.node] = _num_newcomers(state, membership, place.node, ("starting", "ready"))
+            free[place.node] = newcomers[place.node] + max(0, state.pool.gpus_left(place))
     free += Counter()  # without nodes that have no room
     moved_to: Counter[tuple[int, str]] = Counter()  # (ring, node) → members of the ring that move there
     leaving: list[str] = []

@@ -222,7 +222,8 @@ def test_a_mesh_on_one_node_moves_apart_when_another_comes_and_outlives_the_node
         wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
         home = occupied(cluster, folder)
         joined = cluster.add_node(num_cpus=8)
-        wait_for(lambda: members_nodes(folder) == {home.node_id, joined.node_id})
+        wait_for(lambda: status(folder)["recoveries"] != [])
+        assert members_nodes(folder) == {home.node_id, joined.node_id}
         assert status(folder)["members"][0]["node"] == home.node_id
         assert num_steps(folder) < steps, "the run must still be under way"
         for process in processes_of(home):

@@ -359,7 +359,7 @@ class ToldGroup(ThreadGroup):
 
 def told(
     monkeypatch: pytest.MonkeyPatch, case: BlockCase, stories: dict[int, list[str]] | None = None, **options: Any
-) -> tuple[list[list[str]], list[ToldGroup]]:
+) -> tuple[list[str], list[ToldGroup]]:
     """What each rank's kernels and exchange did, in order, and the groups."""
     links, stories = ProcessGroups(case.layout.cp), {} if stories is None else stories
     groups = [ToldGroup(links, rank, stories=stories) for rank in range(case.layout.cp)]
@@ -412,7 +412,7 @@ def test_with_many_stages_who_fetches_nothing_more_computes_what_is_left_before_
     assert stories[0].endswith(backward + added)
 
 
-def halved(monkeypatch: pytest.MonkeyPatch, case: BlockCase) -> list[list[str]]:
+def halved(monkeypatch: pytest.MonkeyPatch, case: BlockCase) -> list[str]:
     """As `told`, a hop a stage, where running own keys in two halves pays; and of how many hops what came is added."""
     monkeypatch.setattr(lowered, "LINK_BYTES_PER_S", 1.0)
     monkeypatch.setattr(lowered, "SPARSE_BACKWARD_FLOPS", 1.0)
@@ -433,19 +433,19 @@ def halved(monkeypatch: pytest.MonkeyPatch, case: BlockCase) -> list[list[str]]:
 @pytest.mark.slow
 def test_half_of_the_own_heads_run_behind_the_last_partials_where_that_pays(monkeypatch):
     case = block_case("bigbird", 4, "zigzag")
-    one = ["post keys", "forward own", "forward fetched", "post keys", "backward own", "backward fetched"]
-    assert told(monkeypatch, case)[0] == [[*one, "post partials"]] * 4
+    story = "post keys, forward own, forward fetched, post keys, backward own, backward fetched, post partials"
+    assert told(monkeypatch, case)[0] == [story] * 4
     monkeypatch.setattr(lowered, "LINK_BYTES_PER_S", 1.0)  # but there is little to compute meanwhile
-    assert told(monkeypatch, case)[0] == [[*one, "post partials"]] * 4
+    assert told(monkeypatch, case)[0] == [story] * 4
     monkeypatch.setattr(lowered, "SPARSE_BACKWARD_FLOPS", 1.0)
-    assert told(monkeypatch, case)[0] == [[*one, "post partials", "backward own"]] * 4
+    assert told(monkeypatch, case)[0] == [f"{story}, backward own"] * 4
 
 
 @pytest.mark.slow
 def test_kept_keys_are_run_first_and_own_ones_in_one_call_behind_the_partials(monkeypatch):
     monkeypatch.setattr(lowered, "HALVING_S", 0)
     case = block_case("window", 4, "zigzag")
-    want = ["post keys", "forward own", "forward fetched", "backward fetched", "post partials", "backward own"]
+    want = "post keys, forward own, forward fetched, backward fetched, post partials, backward own"
     assert told(monkeypatch, case, keep_keys=True)[0] == [want] * 4
 
 
