@@ -210,6 +210,7 @@ def test_with_two_free_nodes_no_two_holders_of_a_shard_begin_on_one(roomy, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_mesh_on_one_node_moves_apart_when_another_comes_and_outlives_the_node_of_rank_0(
     tmp_path: Path, undisturbed: Path
 ) -> None:
