@@ -211,14 +211,12 @@ def test_with_two_free_nodes_no_two_holders_of_a_shard_begin_on_one(roomy, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_a_mesh_on_one_node_moves_apart_when_another_comes_and_outlives_the_node_of_rank_0(
-    tmp_path: Path, undisturbed: Path
-) -> None:
+def test_a_mesh_on_one_node_moves_apart_when_another_comes_and_outlives_the_node_of_rank_0(tmp_path, undisturbed):
     steps = 40
-    calm = fault_free(undisturbed, tmp_path, steps=steps)
     folder, gate = tmp_path / "apart-later", tmp_path / "gate"
     trainer = tiny_trainer(tmp_path, "apart-later", spares=1, min_dp=2, steps=steps, gate=gate, gate_s=3.0)
     with cluster_of({"num_cpus": 8}) as cluster, ThreadPoolExecutor(1) as pool:
+        calm = fault_free(undisturbed, tmp_path, steps=steps)
         run = pool.submit(trainer.fit)
         wait_for(lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 2)
         home = occupied(cluster, folder)
