@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
+from typing import cast
 
 from elastic_ring.config import RunConfig
 from elastic_ring.control.decisions.terms import (
@@ -28,6 +30,7 @@ from elastic_ring.control.decisions.terms import (
 from elastic_ring.errors import ElasticRingError, StaleMessage, StorageFailed, TermLost
 from elastic_ring.files import plain_json
 from elastic_ring.monitor.metrics import JOURNAL_NAME
+from elastic_ring.runtime.run_storage import CURRENT
 from elastic_ring.state.storage.folder import Storage
 
 log = logging.getLogger(__name__)
@@ -73,7 +76,7 @@ class Terms:
             self._read.pop(own.term, None)  # never from memory: its file may be removed and written anew
             with suppress(FileNotFoundError):
                 at_own = self._claim_of(own.term) if self._storage.exists(_name(own.term)) else NOBODY
-            if at_own == NOBODY and not self._storage.exists(JOURNAL_NAME):
+            if at_own == NOBODY and not any(map(self._storage.exists, (JOURNAL_NAME, CURRENT))):
                 raise StorageFailed(f"{run.storage_uri} has neither this run's journal nor its term")
         refuse_if_replaced(run.name, run.storage_uri, own, newest, at_own=at_own)
 
@@ -83,7 +86,7 @@ class Terms:
             try:
                 claim = plain_json(data)
                 texts = str(claim["attempt"]), str(claim["host"]), str(claim.get("id", ""))
-                self._read[term] = TermClaim(term, *texts)
+                self._read[term] = TermClaim(term, *texts, since(claim.get("unix_s")))
             except (ValueError, KeyError, TypeError, AttributeError):  # somebody's own file
                 self._read[term] = TermClaim(term)
         return self._read[term]
@@ -96,9 +99,10 @@ class Terms:
         while True:
             term += 1
             # No two may write the same, where the storage does not exclude.
-            claim = {"attempt": attempt, "host": host, "unix_s": time.time(), "id": secrets.token_hex(8)}
+            now_s, claim_id = time.time(), secrets.token_hex(8)
+            claim = {"attempt": attempt, "host": host, "unix_s": now_s, "id": claim_id}
             if self._storage.create(_name(term), json.dumps(claim).encode()):
-                self._read[term] = TermClaim(term, attempt, host, str(claim["id"]))
+                self._read[term] = TermClaim(term, attempt, host, claim_id, since(now_s))
                 return self._read[term]
 
     def withdraw(self, own: TermClaim) -> None:
@@ -134,6 +138,7 @@ class TermWatch:
         self._newest = own
         self._silence = Unanswered()
         self._is_heard = True
+        self._lost: ElasticRingError | None = None
         self.is_away = False  # at the last look
         self._told_s = -TELL_AGAIN_S
         self._over = threading.Event()
@@ -151,14 +156,20 @@ class TermWatch:
         self.is_away = self._terms.is_away(self.own)
         if self.is_away:
             raise StorageFailed(f"{self._run.storage_uri} has neither this run's journal nor its term")
-        self._is_heard = True
         if newest.term > self._newest.term:
             self._newest = newest
-        self.check()
-        self._terms.refuse_if_replaced(self._run, self.own, newest)
+        try:
+            self.check()
+            self._terms.refuse_if_replaced(self._run, self.own, newest)
+        except (StaleMessage, TermLost) as error:
+            self._lost = error
+            raise
+        self._is_heard = True
 
     def check(self) -> None:
-        """Check the newest known term, without waiting for the storage. Raises as `refuse_if_replaced`."""
+        """Check what is known, without waiting for the storage. Raises as `refuse_if_replaced`, as the last look."""
+        if self._lost is not None:
+            raise self._lost
         if self._terms.follows(self._newest.term):  # a folder answers at once
             self._newest = max(self._newest, self._terms.newest(), key=lambda claim: claim.term)
         refuse_if_replaced(self._run.name, self._run.storage_uri, self.own, self._newest)
@@ -233,6 +244,13 @@ class TermGuard:
     def _end(self, reason: str) -> None:
         log.error("%s", reason)
         self._leave(EXIT)
+
+
+def since(unix_s: object) -> str:
+    """For a sentence about another host; empty for what is no time."""
+    with suppress(ValueError, OverflowError, OSError, TypeError):
+        return f", since {datetime.fromtimestamp(cast(float, unix_s), UTC):%Y-%m-%d %H:%M:%S} UTC by its clock"
+    return ""
 
 
 def _name(term: int) -> str:

@@ -7,7 +7,7 @@ withdrawal beside it alone voids it. The coordinator and the simulator run the s
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from elastic_ring.errors import StaleMessage, StorageFailed, TermLost
@@ -25,12 +25,13 @@ a claim of the next term; a withdrawal of that claim."""
 @dataclass(frozen=True)
 class TermClaim:
     """Term `term` belongs to the submission `attempt` on `host`, by the claim `id`; all are empty where the file holds
-    none. A process that was told of its term knows no `id`."""
+    none. A process that was told of its term knows no `id`. `since`: when, for people."""
 
     term: int
     attempt: str = ""
     host: str = ""
     id: str = ""
+    since: str = field(default="", compare=False)
 
 
 NOBODY = TermClaim(0)
@@ -51,11 +52,12 @@ def refuse_if_replaced(
     if newest.term <= own.term:
         if at_own is None or (at_own.attempt == own.attempt and (not own.id or at_own.id == own.id)):
             return
-        holder = f"is {at_own.host or 'somebody'}'s now" if at_own.term else "was removed"
+        holder = f"is {at_own.host or 'somebody'}'s now{at_own.since}" if at_own.term else "was removed"
         raise TermLost(
-            f"run {run} in {place} is not this submission's any more: its claim terms/{own.term:06d} {holder}, so "
-            "another submission may have the run; this one stops here and writes nothing more; keep terms/ from what "
-            "cleans the storage, and submit this command again",
+            f"run {run} in {place} is not this submission's any more: its claim terms/{own.term:06d}"
+            f"{f' ({own.host}{own.since})' if own.host else ''} {holder}, so another submission may have the run; this "
+            "one stops here and writes nothing more; keep terms/ from what cleans the storage, and submit this command "
+            "again",
             run=run,
             host=at_own.host,
             term=at_own.term,
@@ -66,8 +68,9 @@ def refuse_if_replaced(
     host = newest.host or f"somebody (terms/{newest.term:06d} names no host)"
     held = f"this submission had term {own.term}" if own.term else "this submission had begun before"
     raise TermLost(
-        f"run {run} in {place} is not this submission's any more: {host} has claimed term {newest.term}, {held}; it "
-        "stops here and writes nothing more; to go on here instead, stop the run there and submit this command again",
+        f"run {run} in {place} is not this submission's any more: {host} has claimed term {newest.term}{newest.since}, "
+        f"{held}; it stops here and writes nothing more; to go on here instead, stop the run there and submit this "
+        "command again",
         run=run,
         host=newest.host,
         term=newest.term,

@@ -64,6 +64,8 @@ class RunSpec:
     """The driver's stages, up to this submission."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Digests of the user's code, by part."""
+    follows: str = ""
+    """The attempt whose journal the driver saw in the run's folder; empty for none."""
 
 
 class Clock:

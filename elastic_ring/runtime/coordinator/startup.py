@@ -21,7 +21,7 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from elastic_ring.config import RunConfig
 from elastic_ring.control.coordination import standing
-from elastic_ring.control.decisions.terms import Action, TermClaim, Unanswered, begin
+from elastic_ring.control.decisions.terms import Action, TermClaim, Unanswered, begin, refuse_if_replaced
 from elastic_ring.errors import (
     CoordinatorLost,
     ElasticRingError,
@@ -29,7 +29,6 @@ from elastic_ring.errors import (
     RecordDamaged,
     RunFailed,
     StorageFailed,
-    TermLost,
 )
 from elastic_ring.monitor import json_files
 from elastic_ring.monitor.journal import Flaw, Journal, salvage_file
@@ -44,7 +43,7 @@ from elastic_ring.runtime.coordinator.run_spec import (
     set_aside,
     summary_of,
 )
-from elastic_ring.runtime.terms import Terms
+from elastic_ring.runtime.terms import Terms, since
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.checkpoints.manifest import located
 from elastic_ring.state.storage.folder import Storage
@@ -60,6 +59,7 @@ class JournalLine(TypedDict, total=False):
     note: str
     attempt: str
     now: float
+    host: str
     identity: str
     term: int
 
@@ -166,6 +166,7 @@ def begin_note(run_spec: RunSpec, now: float) -> JournalLine:
         "note": "begin",
         "attempt": run_spec.attempt,
         "now": now,
+        "host": socket.gethostname(),
         "run": run_spec.run.name,
         "identity": run_spec.identity.digest,
         "versions": versions(run_spec.scaling.device),
@@ -291,12 +292,11 @@ def refuse_to_begin(
     JournalDamaged when the journal is missing although they have trained, as the decisions in it are lost.
     """
     run = run_spec.run
-    if is_restart and begins and begins[-1]["now"] > run_spec.submitted_unix_s:
-        raise TermLost(
-            f"run {run.name} in {run.folder} is not this submission's any more: another submission has taken it; it "
-            "stops here and writes nothing more; to go on here, stop the run there and submit this command again",
-            run=run.name,
+    if is_restart and begins and (later := begins[-1])["attempt"] != run_spec.follows:
+        newest = TermClaim(
+            max(1, later.get("term", 1)), later["attempt"], later.get("host", ""), "", since(later["now"])
         )
+        refuse_if_replaced(run.name, run.storage_uri, TermClaim(0, run_spec.attempt), newest)
     if is_restart and not begins and (generation := built()):
         raise JournalDamaged(
             f"no journal of run {run.name} is in {run.folder} on host {socket.gethostname()}, although its workers "

@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
 from elastic_ring.config import RunConfig
+from elastic_ring.control.coordination import standing
 from elastic_ring.errors import CoordinatorLost, RunFailed
 from elastic_ring.monitor.journal import salvage_file
 from elastic_ring.monitor.json_files import readable_json
@@ -70,8 +71,13 @@ def attempt_of(coordinator: Any, run: RunConfig, *, starts: bool = False) -> str
 
 def has_records_of(run: RunConfig, attempt: str) -> bool:
     """Whether the run's folder has the records of this attempt, so that it is the same folder by another path."""
-    lines = [] if run.is_remote else salvage_file(run.driver_folder / JOURNAL_NAME)[0]
-    return any(line.get("attempt") == attempt for line in lines)
+    return not run.is_remote and attempt in begun_by(run)
+
+
+def begun_by(run: RunConfig) -> list[str]:
+    """The attempts that have begun in the journal of the run's folder, the newest last."""
+    lines = standing(salvage_file(run.driver_folder / JOURNAL_NAME)[0])
+    return [str(line.get("attempt")) for line in lines if line.get("note") == "begin"]
 
 
 def other_writer(run: RunConfig) -> str | None:

@@ -20,7 +20,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from elastic_ring import errors
 from elastic_ring.config import RunConfig, environment
 from elastic_ring.control.decisions.data_order import take_facts, version_at
-from elastic_ring.control.decisions.terms import TermClaim, refuse_if_replaced
+from elastic_ring.control.decisions.terms import TermClaim
 from elastic_ring.control.messages import BatchSkip, CorpusVersion
 from elastic_ring.data.prepared import with_versions
 from elastic_ring.data.sampling.order import SkippingOrder, by_batch
@@ -188,7 +188,7 @@ class CoordinatorLink:
 
     def __init__(self, run: RunConfig, gcs_address: str, attempt: str = "") -> None:
         """`attempt`: the submission that this driver follows."""
-        self._run, self._gcs_address, self._attempt = run, gcs_address, attempt
+        self._run, self._gcs_address, self._own = run, gcs_address, TermClaim(0, attempt)
         self._silent_since: float | None = None  # of the coordinator
         self._head_silent_since: float | None = None
         self._looked_at = 0.0
@@ -207,6 +207,7 @@ class CoordinatorLink:
         head_answers, now = self._head_answers(), time.monotonic()
         if news is not None:
             self._silent_since = None
+            self._own = replace(self._own, term=news.get("term", self._own.term))
             if head_answers and self._head_silent_since is not None:
                 away_s = now - self._head_silent_since
                 log.warning("run %s: the head and the coordinator answer again after %.0f s", self._run.name, away_s)
@@ -259,9 +260,8 @@ class CoordinatorLink:
         TermLost where another submission has the run: to submit again would take it back."""
         try:
             terms = Terms(self._run).open()
-            if terms.has_claimed(self._attempt):
-                own = TermClaim(0, self._attempt)
-                refuse_if_replaced(self._run.name, self._run.storage_uri, own, terms.newest())
+            if self._own.term or terms.has_claimed(self._own.attempt):
+                terms.refuse_if_replaced(self._run, self._own)
         except errors.StaleMessage:
             pass  # this submission's own newest
         except errors.StorageFailed as failure:

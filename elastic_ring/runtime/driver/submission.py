@@ -329,6 +329,7 @@ class Submission:
             self.planned,
             tuple(self.stages.ended),
             self.sources,
+            next(reversed(attach.begun_by(run)), ""),
         )
         return (
             ray.remote(Coordinator)

@@ -79,9 +79,12 @@ def test_a_resumed_attempt_goes_on_with_the_metrics_and_with_nothing_else(tmp_pa
 
 
 def test_a_restart_gives_way_to_a_later_submission_and_to_workers_of_a_journal_that_it_cannot_see(tmp_path):
-    begun(tmp_path / "taken", "b", now=99.0)
-    with pytest.raises(TermLost, match="another submission has taken"):
-        opened(run_spec(tmp_path / "taken", "a"), is_restart=True)
+    for now in (99.0, 10.0):  # the other host's clock
+        begun(tmp_path / "taken", "b", now=now)
+        with pytest.raises(TermLost, match=r"has claimed term 1, .*this submission had begun before"):
+            opened(run_spec(tmp_path / "taken", "a"), is_restart=True)
+    known = replace(run_spec(tmp_path / "taken", "a"), follows="b")
+    assert opened(known, is_restart=True).term == 2, "its driver had seen that journal: of a run that had ended"
     with pytest.raises(CoordinatorLost, match="its journal is not in"):
         opened(run_spec(tmp_path / "elsewhere", "a"), is_restart=True, remaining=["er:opened:w-1"])
     with pytest.raises(JournalDamaged, match=r"no journal of run opened is in .*workers have built generation 7"):

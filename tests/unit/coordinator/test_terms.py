@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from elastic_ring.cli import train
 from elastic_ring.config import CheckpointConfig, RunConfig
 from elastic_ring.control.decisions.detectors import LEAST_S, CheckpointWatch
 from elastic_ring.control.decisions.terms import LONGEST_TURN_S, TermClaim, Unanswered
@@ -17,8 +26,8 @@ from elastic_ring.errors import CoordinatorLost, RunFailed, StaleMessage, Storag
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.runtime import run_storage
-from elastic_ring.runtime.coordinator.startup import begin_note
-from elastic_ring.runtime.driver.follow import CoordinatorLink
+from elastic_ring.runtime.coordinator.startup import begin_note, open_run
+from elastic_ring.runtime.driver.follow import CoordinatorLink, Follower
 from elastic_ring.runtime.terms import TermGuard, Terms, TermWatch
 from tests.unit.coordinator.test_startup import begun, opened, run_spec
 
@@ -141,9 +150,11 @@ def test_a_claim_that_is_gone_or_somebody_elses_is_a_lost_term_and_the_next_one_
     (tmp_path / "terms" / "000001").unlink()
     if claimed_again:
         assert Terms(of(tmp_path)).claim("b").term == own.term
-    problem = "claim terms/000001 is .*'s now" if claimed_again else "claim terms/000001 was removed"
+    problem = "is .*'s now, since 2" if claimed_again else "was removed, so"
     with pytest.raises(TermLost, match=problem):
         watch.look()
+    with pytest.raises(TermLost, match=problem):
+        watch.check()
     TermGuard(of(tmp_path), lambda: own, lambda timeout_s: False, left.append).look(TermClaim(1, "a"))
     assert left == [3]
     assert opened(run_spec(tmp_path, "c")).claim.term == 8
@@ -151,6 +162,86 @@ def test_a_claim_that_is_gone_or_somebody_elses_is_a_lost_term_and_the_next_one_
     shutil.rmtree(tmp_path / "terms")
     with pytest.raises(StorageFailed, match="neither this run's journal nor its term"):
         watch.look()
+
+
+def takes_it(folder: Path) -> None:
+    Terms(of(folder)).claim("b")
+
+
+def purges(folder: Path) -> None:
+    shutil.rmtree(folder / "terms")
+
+
+def purges_and_takes_it(folder: Path) -> None:
+    purges(folder)
+    takes_it(folder)
+
+
+def is_told_by_its_watch(folder: Path, lose: Callable[[Path], object]) -> None:
+    """As a coordinator's deciding thread is, whose look is another thread's."""
+    terms = Terms(of(folder))
+    watch = TermWatch(of(folder), terms.claim("a"), terms)
+    lose(folder)
+    with suppress(TermLost):
+        watch.look()
+    watch.check()
+
+
+def is_started_again(folder: Path, lose: Callable[[Path], object]) -> None:
+    """The other submission's journal is in the folder, and its clock is far behind."""
+    opened(run_spec(folder, "a"))
+    lose(folder)
+    with Journal(folder / "journal.jsonl") as lines:
+        lines.append({"term": 2, **begin_note(run_spec(folder, "b"), now=1.5e9)})
+    opened(run_spec(folder, "a", submitted_unix_s=1.8e9), is_restart=True)
+
+
+def begins_beside_it(folder: Path, lose: Callable[[Path], object]) -> None:
+    """Between its own claim and its second look."""
+    terms, none = Terms(of(folder)), list[str]
+    claim = terms.claim
+    terms.claim = lambda *claimed, **above: (claim(*claimed, **above), lose(folder))[0]  # type: ignore[method-assign]
+    open_run(run_spec(folder, "a"), terms, is_restart=False, remaining=none, clear=none)
+
+
+def loses_its_coordinator(folder: Path, lose: Callable[[Path], object]) -> None:
+    link = CoordinatorLink(of(folder), "127.0.0.1:1", "a")
+    link._own = replace(Terms(of(folder)).claim("a"), host="", id="")
+    lose(folder)
+    link.raise_gone(RuntimeError("it died"))
+
+
+def ends_as_its_coordinator_says(folder: Path, lose: Callable[[Path], object]) -> None:
+    """What a coordinator released crosses to the driver as text and facts."""
+    try:
+        is_told_by_its_watch(folder, lose)
+    except TermLost as lost:
+        end: Any = {"error": "TermLost", "message": lost.message, "facts": lost.facts}
+        follower: Any = SimpleNamespace(_submission=SimpleNamespace(task=None))
+        Follower.result(follower, end)
+
+
+WAYS = (is_told_by_its_watch, is_started_again, loses_its_coordinator, ends_as_its_coordinator_says)
+LOSSES = (takes_it, purges, purges_and_takes_it)
+
+
+@pytest.mark.parametrize(("way", "lose"), [(begins_beside_it, takes_it), *itertools.product(WAYS, LOSSES)])
+def test_whichever_way_a_run_loses_its_term_it_ends_with_3_and_one_line_of_host_term_time_and_the_way_out(
+    tmp_path, monkeypatch, capsys, way, lose
+):
+    (tmp_path / "journal.jsonl").touch()
+    monkeypatch.setattr(train, "parse", lambda argv: way(tmp_path, lose))
+    assert train.main([]) == 3
+    printed = capsys.readouterr().err
+    host = socket.gethostname()
+    if way is is_started_again and lose is not takes_it:
+        reason = f"{host} has claimed term 2, since 2017-07-14 02:40:00 UTC by its clock, "
+    elif lose is takes_it:
+        reason = f"{host} has claimed term 2, since 2"
+    else:
+        reason = "its claim terms/000001 .*" + (f"is {host}'s now, since 2" if lose is purges_and_takes_it else "was")
+    line = rf"elastic-ring train: run \w+ in {tmp_path} is not this submission's any more: {reason}.*submit this.*\n"
+    assert re.fullmatch(line, printed), printed
 
 
 def test_rank_0_without_a_coordinator_ends_with_3_where_the_run_is_lost_or_nobody_can_tell(tmp_path):
