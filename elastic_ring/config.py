@@ -98,8 +98,8 @@ class Timeouts:
     clear_s: PositiveSeconds = 30.0
     """The end of actors and placement groups; at a start, the removal of stamps."""
     stop_save_s: PositiveSeconds = 2.0
-    """From SIGTERM or SIGHUP to the last checkpoint; a run that needs longer ends without. To raise it, set Ray's
-    RAY_JOB_STOP_WAIT_TIME_S (3) above it."""
+    """From SIGTERM, SIGHUP or SIGUSR1 to the last checkpoint; a run that needs longer ends without. To raise it, set
+    Ray's RAY_JOB_STOP_WAIT_TIME_S (3) above it."""
     probe_s: PositiveSeconds = 20.0
     """A host's answer to `elastic-ring doctor`."""
 
@@ -501,7 +501,8 @@ class RunConfig:
     of clip_norm), skip (the step changes nothing), back (to the newest copies or checkpoint from before it, and
     on with later batches; so also after max_skipped steps in a row), stop (the run ends)."""
     rollback_limit: PositiveInt = 3
-    """How often the run goes back from about the same step before it ends."""
+    """How often the run goes back from about the same step, or begins again because no checkpoint exists yet, before it
+    ends."""
     skip_batches: Annotated[
         tuple[Annotated[str, Field(pattern=r"^[0-9]+\+[1-9][0-9]*$")], ...],
         BeforeValidator(_list_as_tuple),

@@ -73,8 +73,8 @@ class OtherFormat(ElasticRingError):
 
 
 class ShardLost(ElasticRingError):
-    """No live holder, no copy and no verified checkpoint of some `cp_rank` is left. Start again with more nodes, and
-    with checkpoints."""
+    """No live holder, no copy and no verified checkpoint of some `cp_rank` is left, and the run has begun again
+    `rollback_limit` times. Start again with more nodes, and with checkpoints."""
 
 
 class DigestMismatch(ElasticRingError):

@@ -143,7 +143,7 @@ class ElasticRingTrainer:
         """Train to the last step, recovering from failures on the way. Blocks.
 
         Raises: ValueError for settings that the data or the cluster rules out; a class of `elastic_ring.errors` when
-        the run fails; KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, once the run's actors are removed (its
+        the run fails; KeyboardInterrupt after Ctrl-C or a stop signal, once the run's actors are removed (its
         message says what is left).
         """
         submission = self.submission().with_code()  # before anybody edits a file

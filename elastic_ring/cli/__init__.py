@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO, cast
 
+from elastic_ring.errors import TermLost
 from elastic_ring.files import printable
 
 # (module and, other than `main`, its function; what it does) by command
@@ -98,9 +99,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def refused(command: str, error: BaseException, stopped: str = "stopped") -> int:
-    """Print why a command ends, and return its exit status: 2 for a mistake of the user, 130 after Ctrl-C (`stopped`
-    says what that left), else 1."""
+    """Print why a command ends, and return its exit status: 2 for a mistake of the user, 3 for a run that is
+    another submission's, 130 after Ctrl-C (`stopped` says what that left), else 1."""
     match error:
+        case TermLost():
+            message, status = f"{error}", 3
         case ValueError():
             message, status = f"{error}", 2
         case KeyboardInterrupt():

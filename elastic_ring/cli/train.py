@@ -21,11 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
+from elastic_ring.cli import refused
 from elastic_ring.cli.data_settings import data_flag, data_source, prepared_data, validation_sets
 from elastic_ring.cli.schedule import with_rates
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
 from elastic_ring.config import check_copies, check_lasting, check_loss_spikes, check_together
-from elastic_ring.errors import ElasticRingError, StorageFailed, TermLost
+from elastic_ring.errors import ElasticRingError, StorageFailed
 from elastic_ring.files import shown_url
 from elastic_ring.model.config import ModelConfig, active_parameters, num_parameters
 from elastic_ring.monitor.goodput import seen_of
@@ -300,44 +301,40 @@ def _pattern(text: str | None, model: ModelConfig, step: StepConfig) -> LayerPat
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from elastic_ring.runtime.driver.stops import heeding
+
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        settings = parse(sys.argv[1:] if argv is None else argv)
-        if settings.plan and planned_alone(settings):
-            _check(settings)
-            _list_text(settings)
-            print("\n".join(plan(_with_choice(settings)).lines()))
-            return 0
-        if settings.plan and settings.lora is not None:
-            raise ValueError(f"lora={settings.lora!r}: what adapters need is not planned; leave --plan or --lora out")
-        if not settings.plan and _begins_at_once(settings):
-            return _train_beside_ray(settings)
-        trainer = build(settings)
-        if settings.plan:
-            from elastic_ring.train.startup.check import check_pattern
-            from elastic_ring.train.startup.layouts import Layouts
+        with heeding():
+            return _plan_or_train(parse(sys.argv[1:] if argv is None else argv))
+    except (ValueError, ElasticRingError, KeyboardInterrupt) as error:
+        return refused("elastic-ring train", error, "stopped before training began")
 
-            layouts = Layouts(trainer.task)
-            layouts.choice(settings.scaling.cp, settings.scaling.device)  # logs what "auto" chooses
-            if settings.scaling.device == "cuda":
-                check_pattern(trainer.task, settings.scaling.cp, layouts)
-            trainer.choose_pass(_gpu_of_host())
-            settings = dataclasses.replace(settings, step=trainer.task.step, scaling=trainer.scaling_config)
-            print("\n".join(plan(settings, trainer).lines()))
-            return 0
-        return _train(settings, trainer)
-    except ValueError as error:
-        print(f"elastic-ring train: {error}", file=sys.stderr)
-        return 2
-    except TermLost as error:
-        print(f"elastic-ring train: {error}", file=sys.stderr)
-        return 3
-    except ElasticRingError as error:
-        print(f"elastic-ring train: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as interrupt:
-        print(f"elastic-ring train: {str(interrupt) or 'stopped before training began'}", file=sys.stderr)
-        return 130
+
+def _plan_or_train(settings: TrainSettings) -> int:
+    if settings.plan and planned_alone(settings):
+        _check(settings)
+        _list_text(settings)
+        print("\n".join(plan(_with_choice(settings)).lines()))
+        return 0
+    if settings.plan and settings.lora is not None:
+        raise ValueError(f"lora={settings.lora!r}: what adapters need is not planned; leave --plan or --lora out")
+    if not settings.plan and _begins_at_once(settings):
+        return _train_beside_ray(settings)
+    trainer = build(settings)
+    if settings.plan:
+        from elastic_ring.train.startup.check import check_pattern
+        from elastic_ring.train.startup.layouts import Layouts
+
+        layouts = Layouts(trainer.task)
+        layouts.choice(settings.scaling.cp, settings.scaling.device)  # logs what "auto" chooses
+        if settings.scaling.device == "cuda":
+            check_pattern(trainer.task, settings.scaling.cp, layouts)
+        trainer.choose_pass(_gpu_of_host())
+        settings = dataclasses.replace(settings, step=trainer.task.step, scaling=trainer.scaling_config)
+        print("\n".join(plan(settings, trainer).lines()))
+        return 0
+    return _train(settings, trainer)
 
 
 def main_plan(argv: Sequence[str] | None = None) -> int:

@@ -92,6 +92,8 @@ def try_form(ctx: Transition) -> None:
         action = f"restored from the checkpoint of step {restore.step}"
         promise = "bit-exact" if plan.mesh == restore.mesh else "sample-exact"
         plan = replace(plan, action=action, promise=promise, reason=f"{action}: {plan.mesh}")
+    elif phase.incident is not None and phase.incident.base is not None and phase.incident.base.mesh != plan.mesh:
+        plan = replace(plan, promise="sample-exact")
     cause = "start" if ctx.state.last_change is None else "fresh start"
     incident = phase.incident or Incident(cause, ctx.now, None, counted=True)
     step = restore.step if restore is not None else 0

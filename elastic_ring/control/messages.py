@@ -476,7 +476,8 @@ class Build(MemberCommand):
     """Rendezvous under (term, generation), build the groups, roll forward, heal, train on.
 
     `members[global_rank]` is the worker of that rank; `step` runs next. Members still at `step - 1` first apply the
-    vote `roll_forward`. `fresh`: no state exists; it comes from the checkpoint `restore`, or from the seed without one.
+    vote `roll_forward`. `fresh`: no state exists; it comes from the checkpoint `restore`, or
+    from the seed or the start weights without one.
 
     `step_back`: the live state is given up; every member begins from this snapshot: a member that no heal names loads
     its own part or copy of its `cp_rank`. `keep`: the snapshot that is held most often. Newer ones than `step_back`, or
@@ -486,7 +487,7 @@ class Build(MemberCommand):
     ranks whose parity a rank keeps. Both empty: no copies. `memory_reliefs`: the reliefs of `memory_ladder` in force.
     `saves`: every member takes a checkpoint of `step` before it trains on, where checkpoints are taken at all.
     `corpus`: the later manifests of a corpus that grows, by step. `skips`: which batches are left out, by step.
-    `nodes[global_rank]`: the node of that rank.
+    `nodes[global_rank]`: the node of that rank. `undone`: how many committed steps this recovery has given up.
     """
 
     mesh: Mesh
@@ -505,11 +506,12 @@ class Build(MemberCommand):
     skips: tuple[BatchSkip, ...] = ()
     saves: bool = False
     nodes: tuple[str, ...] = ()
+    undone: int = 0
 
     @property
     def goes_back(self) -> bool:
         """Whether committed steps are given up: steps of older generations from `step` on count no more."""
-        return self.restore is not None or self.step_back is not None
+        return self.restore is not None or self.step_back is not None or (self.fresh and self.undone > 0)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Recovery, from an incident to the next `Build`: stop members, collect reports, decide the step, place workers.
 
 The next state comes from the live holders of every shard, else from the newest snapshot that the members hold of every
-shard, else from the newest checkpoint. Pure, no I/O.
+shard, else from the newest checkpoint, else from the seed. Pure, no I/O.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ class Beginning:
     @property
     def goes_back(self) -> bool:
         """Whether live state is given up for an earlier one."""
-        return self.restore is not None or self.step_back is not None
+        return self.fresh or self.step_back is not None
 
     @property
     def source(self) -> str:
-        return "checkpoint" if self.restore is not None else "copy" if self.step_back is not None else "replica"
+        if self.fresh:
+            return "checkpoint" if self.restore is not None else "beginning"
+        return "copy" if self.step_back is not None else "replica"
 
 
 def open_incident(
@@ -221,11 +223,19 @@ def _nobody_holds(
         ctx.end("UserCodeFailed", text, step=step - 1)
         return
     ranks = ", ".join(str(rank) for rank in no_holder.cp_ranks)
-    if _step_back(ctx, membership, incident, f"cp_rank {ranks} has no holder", situation, reports):
+    why = f"cp_rank {ranks} has no holder"
+    if _step_back(ctx, membership, incident, why, situation, reports):
+        return
+    limit, num_restarts = ctx.options.run.rollback_limit, ctx.state.num_restarts
+    if not ctx.state.damaged and (step == 0 or num_restarts < limit):
+        if step > 0:  # else it has begun again already, and that build failed
+            ctx.set(num_restarts=num_restarts + 1)
+            why += f", no copy and no checkpoint: from the beginning, {ctx.state.committed} step(s) undone"
+        begin_again(ctx, membership, incident, why)
         return
     lost = "; ".join(f"{loss.worker} on {loss.node}: {loss.reason} {loss.detail}".strip() for loss in incident.lost)
     no_copy = "no copies hold it" if ctx.options.copy_mode(membership.mesh) else "copies are off"
-    no_checkpoint = "there is no checkpoint yet"
+    no_checkpoint = f"there is no checkpoint yet, and the run has begun again {num_restarts} times (rollback_limit)"
     if ctx.state.damaged:
         no_checkpoint = f"no checkpoint verifies (damaged: {', '.join(ctx.state.damaged)})"
     ctx.end(
@@ -350,6 +360,8 @@ def order_build(
     if incident.back is not None and beginning.goes_back:
         data_order.leave_out(ctx, incident.back, step)
         incident = replace(incident, back=None)
+    if beginning.goes_back:
+        incident = replace(incident, undone=incident.undone + max(0, ctx.state.committed - step))
     state = ctx.state
     donors = tuple((sender, newcomer) for heal in plan.heals for newcomer in heal.newcomers for sender in heal.senders)
     membership = Membership(state.term, state.generation, plan.mesh, plan.members, step, plan.leaving, donors)
@@ -378,6 +390,7 @@ def order_build(
         state.skips,
         bool(incident.saves_for) and not beginning.goes_back,
         nodes,
+        incident.undone,
     )
     if state.fruitless_builds:
         _free_gpus(ctx, plan, situation)
@@ -385,7 +398,6 @@ def order_build(
     for worker in (*plan.members, *(worker for worker in plan.leaving if worker in senders)):
         ctx.send(with_changes(order, worker=worker))  # thousands: `dataclasses.replace` would look at each field
     if beginning.goes_back:
-        incident = replace(incident, undone=incident.undone + max(0, state.committed - step))
         ctx.set(committed=step, newest_vote=None, given_up=SnapshotId(step, membership.id))
     ctx.set(last_change=_change(ctx.state, plan, incident, beginning, situation))
     replacements.note_replacement(ctx, incident, plan.mesh, plan.members)

@@ -156,8 +156,9 @@ class Change:
 
     `action`: formed, rebuilt in place, healed in place, spare took its place, spares took their places, drained, mesh
     shrank, grew. `step_rerun`: the step that runs again. `rolled_forward`: the step that some members completed from
-    its vote. Both are None if there is none. `source`: where the state came from that no member had: replica, copy or
-    checkpoint. `restored`: the checkpoint it began from. `steps_undone`: how many committed steps were undone.
+    its vote. Both are None if there is none. `source`: where the state came from that no member had: replica, copy,
+    checkpoint or beginning. `restored`: the checkpoint it began from. `steps_undone`: how many committed steps were
+    undone.
     """
 
     term: int
@@ -372,7 +373,8 @@ class State:
     that, and older snapshots of later steps, count no more. `corpus`: the later manifests of the corpus, by step;
     `grown`: one that waits for the next build. `reached`: the most steps that ever were committed, by earlier
     submissions as well. `skips`: the batches that are left out, by step. `rollbacks`: how often everyone went back
-    on purpose from about one step, the last of these. `suspects`: workers that may have computed the last step
+    on purpose from about one step, the last of these. `num_restarts`: how often the run began again because a shard was
+    lost without a checkpoint. `suspects`: workers that may have computed the last step
     wrongly. `warm_up_s`: how long the worker that became ready last took to start. `write_s`: the duration of the
     last checkpoint's write. `moves`: planned for `moves_of`, the versions
     of the pool and the members; `moved_at`: when members were last asked to move, infinite once
@@ -414,6 +416,7 @@ class State:
     skips: tuple[BatchSkip, ...] = ()
     callbacks: Callbacks = field(default_factory=Callbacks)
     rollbacks: Counted = field(default_factory=Counted)
+    num_restarts: int = 0
     suspects: Suspects | None = None
     warm_up_s: float = 0.0
     write_s: float = 0.0

@@ -124,7 +124,7 @@ class Recovery:
             broken_off_s=self.broken_off_s + later.broken_off_s,
             steps_undone=max(self.steps_undone, later.steps_undone),
             steps_rerun=max(self.steps_rerun, later.steps_rerun),
-            source=min(self.source or "", later.source or ""),  # checkpoint before peer copy before replica
+            source=min(self.source or "", later.source or ""),  # beginning before checkpoint before copy before replica
             survivor_pids_kept=self.survivor_pids_kept and later.survivor_pids_kept,
             exact=self.exact and later.exact,
             lost=dict(Counter(self.lost) + Counter(later.lost)),

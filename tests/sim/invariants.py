@@ -38,7 +38,8 @@ class InvariantBroken(AssertionError):
     """An invariant is violated; the message begins with its number.
 
     1: agreement on term, generation and build. 2: stale messages have no effect. 3: committed steps are never lost
-    while each shard has a holder, but on purpose; else no more of them than the best source that is left undoes. 4:
+    while each shard has a holder, but on purpose; else no more of them than the best source that is left undoes, and
+    all of them at most `rollback_limit` times. 4:
     each step and sequence counts once (the simulator checks it), except batches left out by going back on purpose. 5:
     only verified shards are used. 6: holders of a shard are spread over nodes, also over
     those with room that come later. 7: no node gets more members than it has
@@ -100,7 +101,7 @@ def _stale(before: State, event: Event | Fact, decision: Decision) -> None:
 
 
 def _committed(before: State, event: Event | Fact, after: State, builds: list[Build]) -> None:
-    goes_back = bool(builds) and (builds[0].restore is not None or builds[0].step_back is not None)
+    goes_back = bool(builds) and builds[0].goes_back
     require(goes_back or after.committed >= before.committed, 3, "the number of committed steps went down")
     for build in builds[:1]:
         if build.restore is not None:
@@ -109,11 +110,24 @@ def _committed(before: State, event: Event | Fact, after: State, builds: list[Bu
         if build.step_back is not None:
             _stepped_back(before, after, build, build.step_back, _reports(before, event))
             continue
+        if build.goes_back:
+            _began_again(before, after, build, _reports(before, event))
+            continue
         known = max(before.committed, after.committed)
         require(build.step >= known, 3, f"step {build.step} is to run although {known} steps are committed")
         require(not build.fresh or known == 0, 3, "a fresh start although a step is committed")
         if build.roll_forward is not None:
             require(build.roll_forward.step == build.step - 1, 3, "a vote of another step travels")
+
+
+def _began_again(before: State, after: State, build: Build, reports: Mapping[str, Report]) -> None:
+    """Only without a holder, a snapshot and a checkpoint, and no more often than the settings allow."""
+    if isinstance(before.phase, Building) and before.phase.order.goes_back:
+        return
+    require(build.fresh and build.step == 0 and after.committed == 0, 3, "begins again, but not at step 0")
+    require(not after.checkpoints and not after.damaged, 3, "begins again although there are checkpoints")
+    require(after.num_restarts <= after.options.run.rollback_limit, 3, "begins again more often than rollback_limit")
+    _nobody_holds(before, after, reports, build.mesh.cp, "the beginning is")
 
 
 def _stepped_back(before: State, after: State, build: Build, chosen: SnapshotId, reports: Mapping[str, Report]) -> None:

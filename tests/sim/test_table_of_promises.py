@@ -120,12 +120,23 @@ def test_a_leftover_that_may_still_hold_state_is_asked_when_the_build_fails() ->
     assert order.members == (before[0], before[3])
 
 
-def test_a_shard_without_a_holder_ends_the_run_and_says_which_and_what_to_do() -> None:
-    run = Bench({"a": 3}, dp=1).form()
+def test_a_shard_without_a_holder_or_checkpoint_means_a_new_beginning_until_the_limit_which_is_explained() -> None:
+    run = Bench({"a": 4}, dp=1, rollback_limit=2).form()
+    for restart in (1, 2):
+        run.commit(4)
+        run.lose(1)
+        order = build_in(run.report(0, 5))
+        assert (order.fresh, order.step, order.undone, order.goes_back) == (True, 0, 5, True)
+        assert run.state.committed == 0
+        run.resume_all()
+        assert (run.change.source, run.change.steps_undone, run.change.promise) == ("beginning", 5, "bit-exact")
+        assert run.state.num_restarts == restart
+        run.all_ready()
     run.commit(4)
     run.lose(1)
     end = end_in(run.report(0, 5))
     assert end.error == "ShardLost"
+    assert "begun again 2 times (rollback_limit)" in end.message
     assert "cp_rank 1" in end.message
     assert "step 4" in end.message
     assert "more rings" in end.message

@@ -186,6 +186,8 @@ def _check_nobody_starts(world: simulator.World, state: State) -> None:
 
 def _check_lost(world: simulator.World, end: EndRun, state: State) -> None:
     require(not state.checkpoints, 3, "the run ended with a checkpoint to go back to")
+    has_begun = state.num_restarts >= world.options.run.rollback_limit
+    require(has_begun or state.damaged, 3, "the run ended although it may begin again")
     facts = dict(end.facts)
     lost, step = {int(rank) for rank in facts["cp_ranks"].split(",")}, int(facts["step"])
     for name in world.healthy_reports & set(state.workers):

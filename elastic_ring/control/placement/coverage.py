@@ -25,10 +25,10 @@ OUTCOMES = (
     "a wait for workers, then back to copies",
     "back to the newest checkpoint",
     "a wait for workers, then back to the newest checkpoint",
-    "the end of the run",
+    "back to the first step",
 )
 """From the best to the worst."""
-SPARE, FEWER, WAIT, COPIES, _, CHECKPOINT, _, END = range(len(OUTCOMES))
+SPARE, FEWER, WAIT, COPIES, _, CHECKPOINT, _, START = range(len(OUTCOMES))
 PROCESS = "any process"
 HOST = "its host"
 HOSTS, DOMAINS = ("any host", "any two hosts"), ("any failure domain", "any two failure domains")
@@ -42,7 +42,7 @@ def without_holder(mesh: Mesh, mode: CopyMode, has_checkpoints: bool) -> int:
     """The outcome of the loss of the only rank that holds a shard."""
     if mode and mesh.size > 1:
         return COPIES
-    return CHECKPOINT if has_checkpoints else END
+    return CHECKPOINT if has_checkpoints else START
 
 
 def covered(state: State) -> dict[str, str]:
@@ -136,7 +136,7 @@ class _Counted:
             return worst
         mode = self.mode if self._copies_cover(number) else CopyMode()
         back = without_holder(self.mesh, mode, self.has_checkpoints)
-        return back + 1 if worst == WAIT and back != END else back
+        return back + 1 if worst == WAIT and back != START else back
 
     def _without(self, num_lost: int, num_able: int) -> int:
         rings = (self.mesh.size - num_lost + num_able) // self.mesh.cp

@@ -29,7 +29,10 @@ SCALE_S = 30.0
 
 
 def find(run: str) -> Any | None:
-    """The actor handle of this run's coordinator in any state; None when there is none."""
+    """The actor handle of this run's coordinator in any state; None when there is none, or this process has left Ray: a
+    call would start another one."""
+    if not ray.is_initialized():
+        return None
     try:
         return ray.get_actor(actor_name(run, "coordinator"), namespace=NAMESPACE)
     except ValueError:

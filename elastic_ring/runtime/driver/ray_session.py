@@ -8,9 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -22,6 +20,7 @@ from elastic_ring.gpus import GPUS, gpu_type
 from elastic_ring.runtime.agent.memory_guard import RAY_THRESHOLD_VARIABLE
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.access import NAMESPACE
+from elastic_ring.runtime.driver.stops import heeding
 from elastic_ring.runtime.ray_head import RECONNECT, RECONNECT_S
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,8 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
         _start_local(num_cpus)
     try:
         access.warn_if_open(ray.get_runtime_context().gcs_address)
-        yield
+        with heeding():
+            yield
     finally:
         with leaving():
             ray.shutdown()
@@ -133,19 +133,10 @@ def outlast_head(lease_s: float) -> None:
     environment().setdefault(RECONNECT, str(math.ceil(max(RECONNECT_S, lease_s) + OUTLAST_S)))
 
 
-def stop_signals() -> list[int]:
-    """SIGTERM; and SIGHUP, unless this process was started to ignore it (nohup)."""
-    heeds_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    return [signal.SIGTERM, *([signal.SIGHUP] if heeds_hangup else [])]
-
-
 @contextmanager
 def leaving() -> Iterator[None]:
     """A signal ends this process at once: the run has ended or is cleared, and only Ray is still being shut down. The
     processes of a Ray that this process started end with it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def leave(number: int, frame: object) -> None:
         log.warning(
@@ -153,9 +144,5 @@ def leaving() -> Iterator[None]:
         )
         os._exit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (*stop_signals(), signal.SIGINT)}
-    try:
+    with heeding(leave):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)

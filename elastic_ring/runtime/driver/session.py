@@ -6,7 +6,6 @@ A driver nests them around following a run. No training and no decision belongs 
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from elastic_ring.config import RunConfig
 from elastic_ring.monitor.callbacks import STOPPED_BY_USER
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.access import is_listening
-from elastic_ring.runtime.driver.ray_session import stop_signals
+from elastic_ring.runtime.driver.stops import StopSignal, heeding
 
 log = logging.getLogger(__name__)
 
@@ -32,17 +31,13 @@ GOES_ON = (
 )
 
 
-class StopSignal(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, which leave a run the time for a checkpoint; Ctrl-C leaves none."""
-
-
 @contextmanager
 def lease(coordinator: Any, period_s: float) -> Iterator[None]:
     """Renew the lease every `period_s` from a separate thread, so that a blocked terminal does not end the run."""
     over = threading.Event()
 
     def renew() -> None:
-        while not over.wait(period_s):
+        while not over.wait(period_s) and ray.is_initialized():
             coordinator.renew.remote()
 
     thread = threading.Thread(target=renew, name="lease", daemon=True)
@@ -56,32 +51,24 @@ def lease(coordinator: Any, period_s: float) -> Iterator[None]:
 
 @contextmanager
 def interruptible(run: RunConfig, attempt: str) -> Iterator[list[Any]]:
-    """Ctrl-C, SIGTERM (`ray job stop`) and SIGHUP clear the run before they end this process.
+    """Ctrl-C and the stop signals (SIGTERM of `ray job stop`) clear the run before they end this process.
 
     Clears only a run that this process follows (the caller appends the coordinator to the yielded list) or has just
     started as `attempt`; a run of the same name from another submission is left alone.
     """
-
-    def on_term(number: int, frame: object) -> None:
-        raise StopSignal(f"signal {number}")
-
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, on_term) for number in stop_signals()} if in_main_thread else {}
     followed: list[Any] = []
-    try:
-        yield followed
-    except KeyboardInterrupt as interrupt:
-        saves = isinstance(interrupt, StopSignal)
+    with heeding():
         try:
-            message = _stopped(run, attempt, followed, saves=saves)
-        except KeyboardInterrupt:  # once more: this process waits for nothing any longer
-            for coordinator in followed if saves else ():
-                coordinator.abandon.remote(STOPPED_BY_USER)
-            message = f"stopped at once; {GOES_ON}"
-        raise KeyboardInterrupt(message) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+            yield followed
+        except KeyboardInterrupt as interrupt:
+            saves = isinstance(interrupt, StopSignal)
+            try:
+                message = _stopped(run, attempt, followed, saves=saves)
+            except KeyboardInterrupt:  # once more: this process waits for nothing any longer
+                for coordinator in followed if saves and ray.is_initialized() else ():
+                    coordinator.abandon.remote(STOPPED_BY_USER)
+                message = f"stopped at once; {GOES_ON}"
+            raise KeyboardInterrupt(message) from None
 
 
 def head_is_gone() -> bool:
@@ -108,7 +95,7 @@ def _stopped(run: RunConfig, attempt: str, followed: list[Any], *, saves: bool) 
     while not wait([clearing], timeout=LOOK_S).done:
         if head_is_gone():
             head_gone.set()
-            thread.join(ASK_S)  # a call that came after Ray is left would start another one
+            thread.join(ASK_S)
             return HEAD_IS_GONE
     return clearing.result()
 
@@ -119,6 +106,8 @@ def _cleared(run: RunConfig, attempt: str, followed: list[Any], head_gone: threa
     coordinator = attach.find(run.name)
     if coordinator is None:
         return "stopped; the run has no coordinator, so nothing is left to clear"
+    if not ray.is_initialized():  # left meanwhile: a call would start another one
+        return HEAD_IS_GONE
     if not (followed or attach.attempt_of(coordinator, run) == attempt):
         return f"stopped; the run {run.name} is another submission's, and goes on"
     (coordinator.stop if saves else coordinator.abandon).remote(STOPPED_BY_USER)
@@ -148,7 +137,7 @@ def _await_clear(coordinator: Any, run: RunConfig, head_gone: threading.Event, s
     """
     clear_s = run.timeouts.clear_s
     deadline, ended = time.monotonic() + save_s + clear_s + ASK_S, None
-    while ended is None and not head_gone.is_set() and time.monotonic() < deadline:
+    while ended is None and ray.is_initialized() and not head_gone.is_set() and time.monotonic() < deadline:
         try:
             ended = ray.get(coordinator.follow.remote(1 << 60, 1 << 30), timeout=ASK_S)["ended"]
         except ray.exceptions.ActorDiedError:
@@ -164,5 +153,7 @@ def _await_clear(coordinator: Any, run: RunConfig, head_gone: threading.Event, s
     if not attach.remove(coordinator, run):
         ended["left_behind"] = [*ended["left_behind"], "its coordinator, which was killed"]
     leftovers = f"left behind: {', '.join(ended['left_behind'])}" if ended["left_behind"] else "nothing is left running"
-    checkpoint = f", with a checkpoint of step {ended['saved_step']}" if "saved_step" in ended else ""
+    checkpoint = f", without a new checkpoint (timeouts.stop_save_s={save_s:g})" if save_s else ""
+    if "saved_step" in ended:
+        checkpoint = f", with a checkpoint of step {ended['saved_step']}"
     return f"stopped{checkpoint}; {leftovers}"

@@ -56,6 +56,19 @@ def test_both_holders_of_a_shard_lost_at_once_come_back_from_the_checkpoint_or_a
 
 
 @pytest.mark.slow
+def test_one_rank_without_a_copy_that_dies_before_the_first_checkpoint_begins_again_with_equal_bits(
+    local_ray, undisturbed, tmp_path
+):
+    reference = fault_free(undisturbed, tmp_path, dp=1, cp=1)
+    mesh = {"dp": 1, "cp": 1, "spares": 1, "run": {"checkpoint_config": CheckpointConfig(every_steps=4000)}}
+    summary = run(tmp_path, "again", faults="kill@step=7,phase=forward,rank=0", **mesh)
+    (recovery,) = summary["recoveries"]
+    assert (recovery["source"], recovery["exact"]) == ("beginning", True)
+    assert 6 <= recovery["steps_undone"] <= 7
+    assert bits(summary) == bits(reference)
+
+
+@pytest.mark.slow
 def test_a_finished_run_goes_on_twice_under_its_name_with_the_bits_of_one_that_was_as_long_at_once(local_ray, tmp_path):
     """First at its last rate, then with a warm-up and a decay of the further steps. The last step of the first is
     saved, since the checkpoint before was quick; the others have none to go by."""

@@ -246,7 +246,7 @@ def test_one_rank_and_refused_copies_say_what_a_loss_costs(caplog):
     )
     copies, told = settled(caplog, Mesh(1, 2), node("a", 9.0), copies="0", checkpoints=none)
     assert copies == "0"
-    assert "copies=0: nobody else holds a worker's state; a loss of any process: the end of the run. copies=1" in told
+    assert "copies=0: nobody else holds a worker's state; a loss of any process: back to the first step. " in told
     _, told = settled(caplog, Mesh(1, 1), node("a", 9.0), checkpoints=CheckpointConfig(every_s=9.0))
     assert "(one each 9 s)" in told
     assert settled(caplog, Mesh(1, 2), node("a", 0.1), node("b", 0.1), copies="1") == ("1", ""), "asked for"

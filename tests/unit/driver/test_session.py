@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,9 @@ def test_a_hangup_lets_a_run_save_unless_this_process_was_started_to_ignore_it(t
     monkeypatch.setattr(session, "_stopped", lambda *_, saves: f"saves: {saves}")
     run = RunConfig("hangup", run_dir=str(tmp_path))
     with heeding_hangups():
-        messages = [interrupted(run, number) for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)]
-    assert messages == ["saves: True", "saves: True", "saves: False"]
+        numbers = (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+        messages = [interrupted(run, number) for number in numbers]
+    assert messages == ["saves: True", "saves: True", "saves: True", "saves: False"]
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with interruptible(run, "attempt"), ray_session.leaving():
@@ -65,6 +67,33 @@ def test_a_hangup_lets_a_run_save_unless_this_process_was_started_to_ignore_it(t
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_ctrl_c_counts_in_a_process_that_a_script_started_in_the_background(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "_stopped", lambda *_, saves: f"saves: {saves}")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert interrupted(RunConfig("background", run_dir=str(tmp_path)), signal.SIGINT) == "saves: False"
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_of_the_users_for_sigusr1_stays(tmp_path):
+    handler = lambda number, frame: None  # noqa: E731
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with interruptible(RunConfig("handler", run_dir=str(tmp_path)), "attempt"):
+            assert signal.getsignal(signal.SIGUSR1) is handler
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_process_that_has_left_ray_starts_no_other_one_to_clear_its_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("Ray is started"))
+    run = RunConfig("left", run_dir=str(tmp_path))
+    assert "no coordinator" in session._cleared(run, "attempt", [object()], threading.Event(), saves=True)
+    assert session.end_run(run, "it has lost its driver") == ""
 
 
 def test_the_time_for_the_last_checkpoint_is_less_than_ray_and_a_pod_give_a_driver():

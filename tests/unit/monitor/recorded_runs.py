@@ -55,7 +55,9 @@ RUNS = {
 def _in_todays_format(name: str, content: bytes) -> bytes:
     if name.endswith(".json"):
         return json_bytes(json.loads(content))
-    lines = map(json.loads, content.splitlines())
+    lines = list(map(json.loads, content.splitlines()))
+    for build in (command for line in lines for command in line.get("commands", ()) if command["type"] == "Build"):
+        build["undone"] = 0
     return journal_bytes({key: value for key, value in line.items() if key != "crc"} for line in lines)
 
 
