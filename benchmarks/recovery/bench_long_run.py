@@ -75,7 +75,7 @@ def train(folder: Path, num_steps: int) -> Figures:
             )
             records.append(StepRecord(metrics, Outcome(Vote(step, vote, membership_id)), 100.0))
             if step % VALIDATION_EVERY == VALIDATION_EVERY - 1:
-                records.append(Validated(step, {"val_loss": loss, "val_perplexity": 2 * loss}, 1.0))
+                records.append(Validated(step, {"val_loss": loss, "val_perplexity": 2 * loss}, 1.0, membership_id))
         recorder.publish(records)
     seconds, memory = time.perf_counter() - begun, memory_mb()
     num_bytes = recorder.metrics.path.stat().st_size

@@ -357,6 +357,9 @@ def order_build(
         ctx.end("RunFailed", _no_commit_reason(ctx.state, incident, rounds.count, step), step=step)
         return
     data_order.switch_manifest(ctx, step)
+    if beginning.goes_back:
+        differs = incident.back is not None or plan.promise != "bit-exact"
+        ctx.set(callbacks=ctx.state.callbacks.gone_back(step, differs=differs))
     if incident.back is not None and beginning.goes_back:
         data_order.leave_out(ctx, incident.back, step)
         incident = replace(incident, back=None)

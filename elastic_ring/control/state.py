@@ -358,6 +358,16 @@ class Callbacks:
         """Why the run ends after the step of the answer; empty if it does not."""
         return self.answered.stop if self.answered is not None else ""
 
+    def gone_back(self, step: int, *, differs: bool) -> Callbacks:
+        """Members that begin at `step` ask again after it. Where their steps come with another result, earlier answers
+        are of steps that count no more."""
+        awaited = None if self.awaited is not None and self.awaited > step else self.awaited
+        if not differs:
+            return replace(self, awaited=awaited)
+        answered = None if self.answered is not None and self.answered.step > step else self.answered
+        kept = None if self.kept is not None and self.kept > step else self.kept
+        return replace(self, awaited=awaited, answered=answered, kept=kept)
+
 
 @dataclass(frozen=True)
 class State:

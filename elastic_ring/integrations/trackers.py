@@ -27,6 +27,7 @@ Points = Mapping[str, Sequence[tuple[int, float]]]
 
 STEP, VALIDATION, RECOVERY, CHECKPOINT = MARKS = "train/loss", "val/loss", "recovery/total_s", "checkpoint/bytes"
 """The value that every event of a kind has."""
+PURGE = "purge"
 PARTS_OF_RECOVERY = ("total_s", "detect_s", "close_s", "heal_s", "rerun_s", "steps_undone")
 LONGEST_PARAMETER = 500
 
@@ -69,13 +70,13 @@ class Tracker(Callback):
         raise NotImplementedError
 
     def _log(self, mark: str, step: int, values: Values) -> None:
-        stored = self._stored[mark].setdefault(step, [])
-        # A step, its validation and its checkpoint come once; recoveries of one step differ in their durations.
-        if stored and (mark != RECOVERY or any(math.isclose(values[mark], value, rel_tol=1e-6) for value in stored)):
+        stored, value = self._stored[mark].setdefault(step, []), values[mark]
+        # Recoveries of one step differ in their durations, and steps where the run has gone back in their loss.
+        if any(_is_same(value, other) for other in stored):
             log.info("%s has %s of step %d already", self.name, mark, step)
             return
         self.write(step, values)
-        stored.append(values[mark])
+        stored.append(value)
 
 
 def values_of(metrics: StepMetrics) -> Values:
@@ -98,8 +99,14 @@ def values_of(metrics: StepMetrics) -> Values:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def _is_same(value: float, stored: float) -> bool:
+    """Whether a store, which may keep 32 bits, has the value."""
+    return math.isclose(value, stored, rel_tol=1e-6) or (math.isnan(value) and math.isnan(stored))
+
+
 class TensorBoard(Tracker):
-    """Writes event files to `folder`, by default `tensorboard` in the run's folder."""
+    """Writes event files to `folder`, by default `tensorboard` in the run's folder. Where the run goes back, the undone
+    points are purged."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = folder
@@ -109,7 +116,9 @@ class TensorBoard(Tracker):
         points: dict[str, list[tuple[int, float]]] = {name: [] for name in MARKS}
         for path in sorted(folder.glob("*.tfevents.*")):
             for step, name, value in _points_of(path):
-                if name in points:
+                if name == PURGE:
+                    points = {name: [point for point in kept if point[0] < step] for name, kept in points.items()}
+                elif name in points:
                     points[name].append((step, value))
         # Two drivers may open files within one second, and those of one name would overwrite each other.
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,10 +130,19 @@ class TensorBoard(Tracker):
 
     def write(self, step: int, values: Values) -> None:
         proto = importlib.import_module("tensorboardX.proto.summary_pb2")
-        event = importlib.import_module("tensorboardX.proto.event_pb2").Event
         points = [proto.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        # One record: a kill cuts off all or none.
-        self._writer.write_event(event(wall_time=time.time(), step=step, summary=proto.Summary(value=points)))
+        self._put(step, summary=proto.Summary(value=points))  # one record: a kill cuts off all or none
+
+    def on_back(self, step: int, validations: Mapping[int, Mapping[str, float]]) -> None:
+        log_of = importlib.import_module("tensorboardX.proto.event_pb2").SessionLog
+        self._put(step, session_log=log_of(status=log_of.START))  # as SummaryWriter's purge_step
+        self._stored = {
+            name: {at: values for at, values in kept.items() if at < step} for name, kept in self._stored.items()
+        }
+
+    def _put(self, step: int, **content: Any) -> None:
+        event = importlib.import_module("tensorboardX.proto.event_pb2").Event
+        self._writer.write_event(event(wall_time=time.time(), step=step, **content))
         self._writer.flush()
 
     def on_end(self) -> None:
@@ -133,7 +151,7 @@ class TensorBoard(Tracker):
 
 def _points_of(path: Path) -> Iterator[tuple[int, str, float]]:
     """(step, name, value) in an event file, whose records are length, checksum, event, checksum; a torn last one ends
-    it."""
+    it. The name is PURGE where points from the step on count no more."""
     event_of = importlib.import_module("tensorboardX.proto.event_pb2").Event.FromString
     with path.open("rb") as file:
         while len(head := file.read(12)) == 12:
@@ -142,6 +160,8 @@ def _points_of(path: Path) -> Iterator[tuple[int, str, float]]:
             if len(record) < length + 4:
                 return
             event = event_of(record[:length])
+            if event.HasField("session_log"):
+                yield int(event.step), PURGE, math.nan
             for value in event.summary.value:
                 yield int(event.step), str(value.tag), float(value.simple_value)
 
@@ -150,7 +170,8 @@ class WandB(Tracker):
     """One run of Weights & Biases under the id of the run's folder. `mode="offline"` writes files for `wandb sync`.
 
     Online a resumed run knows its points. Offline files are not read again, so that there the event at which a driver
-    was killed may have two points. Other keywords go to `wandb.init`.
+    was killed may have two points. Where the run goes back, undone points stay beside the newer ones. Other keywords go
+    to `wandb.init`.
     """
 
     def __init__(self, project: str, *, mode: str | None = None, **init: Any) -> None:
@@ -182,7 +203,8 @@ class MLflow(Tracker):
     """One run of MLflow with the run's name and settings; it ends as the training does: FINISHED, FAILED, or KILLED if
     somebody stopped it.
 
-    `tracking_uri` and `experiment` as in MLflow; by default what its environment says, and "elastic_ring".
+    `tracking_uri` and `experiment` as in MLflow; by default what its environment says, and "elastic_ring". Where the
+    run goes back, undone points stay beside the newer ones.
     """
 
     TAG = "elastic_ring.id"
@@ -246,7 +268,7 @@ def _library(name: str) -> Any:
 class _BestMetric(Callback):
     """Follows the least value of a validation's metric, in `state`, so that another driver goes on."""
 
-    controls = True
+    controls, min_delta = True, 0.0
 
     def __init__(self, metric: str = "val_loss") -> None:
         self.metric = metric
@@ -259,13 +281,19 @@ class _BestMetric(Callback):
         if self.metric not in metrics:
             raise ValueError(f"metric={self.metric!r}: the validation has {', '.join(metrics)}")
 
-    def is_better(self, step: int, metrics: Mapping[str, float], least_gain: float = 0.0) -> bool:
-        """Whether the metric is less than ever before by more than `least_gain`; then it is the best."""
+    def on_back(self, step: int, validations: Mapping[int, Mapping[str, float]]) -> None:
+        self.state.clear()
+        for at, metrics in validations.items():
+            if self.metric in metrics:
+                self.take(at, metrics)
+
+    def take(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether the metric is less than ever before by more than `min_delta`; then it is the best."""
         value, best = metrics[self.metric], self.state.get("best", math.inf)
-        if not value < best - least_gain:
-            return False
-        self.state.update(best=value, step=step)
-        return True
+        is_best = value < best - self.min_delta
+        waited = 0 if is_best else self.state.get("waited", 0) + 1
+        self.state.update({"waited": waited} | ({"best": value, "step": step} if is_best else {}))
+        return is_best
 
 
 class EarlyStopping(_BestMetric):
@@ -279,11 +307,7 @@ class EarlyStopping(_BestMetric):
         self.patience, self.min_delta = patience, min_delta
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self.is_better(step, metrics, self.min_delta):
-            self.state["waited"] = 0
-            return
-        self.state["waited"] = self.state.get("waited", 0) + 1
-        if self.state["waited"] >= self.patience:
+        if not self.take(step, metrics) and self.state["waited"] >= self.patience:
             best = (
                 f"{self.state['best']:.4f} after step {self.state['step']}" if "best" in self.state else "never finite"
             )
@@ -294,5 +318,5 @@ class KeepBest(_BestMetric):
     """Has a checkpoint taken where `metric` is the least so far, which retention keeps until there is a better one."""
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self.is_better(step, metrics):
+        if self.take(step, metrics):
             self.control.checkpoint(keep=True)

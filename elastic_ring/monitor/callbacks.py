@@ -22,12 +22,14 @@ from typing import Any, TypedDict, cast
 
 from elastic_ring.errors import RecordDamaged
 from elastic_ring.files import plain_json
-from elastic_ring.monitor.journal import Lines, Place, opened
+from elastic_ring.monitor.journal import Lines, Place, StoredLine, opened
 from elastic_ring.monitor.json_files import as_written, read_json, set_aside
 from elastic_ring.monitor.metrics import (
+    AGAIN,
     JOURNAL_NAME,
     METRICS_NAME,
     SUMMARY_NAME,
+    WENT_BACK,
     CheckpointEvent,
     StepMetrics,
     read_status,
@@ -42,7 +44,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 STOPPED_BY_USER = "stopped by the user"
 """The message of a run's end."""
-STEP, VALIDATION, RECOVERY, CHECKPOINT = KINDS = ("step", "validation", "recovery", "checkpoint")
+STEP, VALIDATION, RECOVERY, CHECKPOINT, BACK = "step", "validation", "recovery", "checkpoint", "back"
+LINE, FILE = "line", "file"
+"""Beside the delivered events: where the line of the newest of metrics.jsonl begins, and the checksum of that file's
+first line."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ class RunInfo:
 
 
 class Requests(TypedDict, total=False):
-    """Requests to the run: why to stop it, whether to save a checkpoint, whether to keep it, and that step."""
+    """Requests to the run: why to stop it, whether to save a checkpoint, whether to keep it, and the step of the newest
+    request."""
 
     stop: str
     saves: bool
@@ -77,8 +83,8 @@ class Granted(TypedDict):
 
 
 class Record(TypedDict):
-    """callbacks.json: by callback, the newest delivered event of each kind, its state and its requests; and the newest
-    granted requests with their step, or None."""
+    """callbacks.json: by callback, the newest delivered event of each kind with LINE and FILE, its state and its
+    requests; and the newest granted requests with their step, or None."""
 
     id: str
     run: str
@@ -104,20 +110,25 @@ class Control:
         """Take a checkpoint. `keep`: retention leaves it until another is kept."""
         self._changeable()["saves"] = True
         if keep:
-            self._requests.update({"keeps": True, "at": self.at})
+            self._requests["keeps"] = True
 
     def drop_stale_save(self, validated_step: int) -> None:
         """Drop a request for a kept checkpoint of `validated_step` or before: a later one holds another state."""
         if self._requests.get("keeps") and self._requests["at"] <= validated_step:
             self._requests.pop("saves", None)
             self._requests.pop("keeps", None)
-            self._requests.pop("at", None)
+
+    def go_back(self, step: int) -> None:
+        """Drop requests made at `step` or later, which is undone."""
+        if self._requests.get("at", -1) >= step:
+            cast(dict[str, object], self._requests).clear()
 
     def _changeable(self) -> Requests:
         if not self._controls:
             raise ValueError(
                 "controls=False: set controls = True in the callback's class, so that training waits for it"
             )
+        self._requests["at"] = self.at
         return self._requests
 
 
@@ -126,10 +137,11 @@ class Callback:
     worker.
 
     A callback receives every committed step, validation, recovery and checkpoint once, in order within its kind,
-    whatever fails in the cluster and however often drivers attach. The one exception: if a driver is killed inside a
-    method, the next driver repeats that event. A method that raises is logged, with its traceback the first time, and
-    the next event follows; training goes on. `on_start` is called again after a pause that grows. Submitting the run
-    again delivers the events that a driver missed.
+    whatever fails in the cluster and however often drivers attach; where the run goes back and a step has another
+    result than before, `on_back`, then that step and the later ones again. The one exception: if a driver is killed
+    inside a method, the next driver repeats that event. A method that raises is logged, with its traceback the first
+    time, and the next event follows; training goes on. `on_start` is called again after a pause that grows. Submitting
+    the run again delivers the events that a driver missed.
     """
 
     tries_again: bool = False
@@ -158,11 +170,15 @@ class Callback:
         """The driver has found the run: open what you write to. Called by every driver."""
 
     def on_step(self, metrics: StepMetrics) -> None:
-        """A step is committed, and the next one has begun. Steps that a run repeats from a checkpoint come once."""
+        """A step is committed, and the next one has begun. Steps that a run repeats with the same result come once."""
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """After `step`: `val_loss`, `val_perplexity`, and `val_NAME` of each metric of the trainer's `metrics`; with
         several sets the means of all, and `val_SET_loss` and so on of each."""
+
+    def on_back(self, step: int, validations: Mapping[int, Mapping[str, float]]) -> None:
+        """The run has gone back, and `step` has another result than this callback was given: it comes again, as all
+        later ones. Take back what `state` and stores have from `step` on. `validations`: those before it, by step."""
 
     def on_recovery(self, recovery: Mapping[str, Any]) -> None:
         """A recovery is over: the fields of `metrics.Recovery` by name."""
@@ -176,12 +192,26 @@ class Callback:
 
 @dataclass(frozen=True)
 class Event:
-    """One event of a kind. `index` rises within the kind: a step's number, or a count. `content` is what the callback's
-    method gets."""
+    """One event of a kind. `index`: a step's number, which rises within the kind until the run goes back, or a count.
+    `content` is what the callback's method gets. `line`: as LINE, of an event of metrics.jsonl."""
 
     kind: str
     index: int
     content: Any
+    line: int = -1
+
+    def is_new(self, place: Mapping[str, int]) -> bool:
+        """Whether it is not among the delivered ones."""
+        before = place.get(LINE, -1) if self.line >= 0 else self.line
+        return self.line > before or (self.line == before and self.index > place.get(self.kind, -1))
+
+    def enter(self, place: dict[str, int]) -> None:
+        """It is delivered."""
+        place[self.kind] = self.index
+        if self.line >= 0:
+            place[LINE] = self.line
+        if self.kind == BACK:
+            place.update({kind: min(place.get(kind, -1), self.content[0] - 1) for kind in (STEP, VALIDATION)})
 
     def deliver(self, callback: Callback) -> None:
         match self.kind:
@@ -189,6 +219,8 @@ class Event:
                 callback.on_step(self.content)
             case "validation":
                 callback.on_validation(self.index, self.content)
+            case "back":
+                callback.on_back(*self.content)
             case "recovery":
                 callback.on_recovery(self.content)
             case "checkpoint":
@@ -196,42 +228,76 @@ class Event:
 
 
 class RunEvents:
-    """Reads a run's records as they grow: metrics.jsonl and the facts of journal.jsonl."""
+    """Reads a run's records as they grow: metrics.jsonl and the facts of journal.jsonl. `place`: of a callback, as in
+    callbacks.json."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, place: dict[str, int]) -> None:
         self._metrics, self._journal = _NewLines(folder / METRICS_NAME), _NewLines(folder / JOURNAL_NAME)
-        self._last_step = -1
+        self._place, self._is_begun = place, False
+        self.standing = -1
+        """The newest step that counts."""
+        self._last_step = self._last_known = -1  # of all steps that came as events, and of validations in another file
         self._counts = {RECOVERY: 0, CHECKPOINT: 0}
-        self._early: dict[int, Event] = {}  # validations whose step is not written yet
+        self._early: dict[int, Mapping[str, float]] = {}  # validations whose step is not written yet
+        self._validations: dict[int, Mapping[str, float]] = {}  # that came as events
 
     def news(self) -> list[Event]:
-        """The events since the last call. A step comes before its validation; a step number comes once."""
-        events = []
-        for line in self._metrics.read():
-            step = line.get("step")
-            if type(step) is not int or "note" in line:  # no line of a run; a step that ran again with the same loss
-                continue
-            if "loss_hex" not in line:
-                metrics = {  # JSON has null for values that are not finite
-                    name: math.nan if value is None else float(value)
-                    for name, value in line.items()
-                    if name != "step" and (value is None or isinstance(value, (int, float)))
-                }
-                self._early[step] = Event(VALIDATION, step, metrics)
-            elif step > self._last_step:
-                self._last_step = step
-                try:
-                    with as_written(f"the line of step {step}"):
-                        events.append(Event(STEP, step, StepMetrics.from_json(line)))
-                except RecordDamaged as error:
-                    log.error("%s; callbacks do not receive it", error.message)
-            events += [self._early.pop(at) for at in sorted(self._early) if at <= self._last_step]
-        for line in self._journal.read():
-            kind = line.get("note")
-            if kind in self._counts and kind in line:
-                events.append(Event(kind, self._counts[kind], line[kind]))
+        """The events since the last call. A step comes before its validation; a step number comes once, and again where
+        the run has gone back and has another result for it, after a BACK."""
+        facts = [*self._journal.read()]  # first: a recovery's step is then among the lines
+        events = [event for line in self._metrics.read() for event in self._take(line)]
+        for kind, fact in ((line.record.get("note"), line.record) for line in facts):
+            if kind in self._counts and kind in fact:
+                events.append(Event(kind, self._counts[kind], fact[kind]))
                 self._counts[kind] += 1
         return events
+
+    def _begin(self, first_crc: int) -> None:
+        """Of a file that is not the one of the place only the numbers of steps are known."""
+        self._is_begun = True
+        if self._place.get(FILE) != first_crc:
+            self._place.update({FILE: first_crc, LINE: -1})
+            self.standing = self._last_step = self._place.get(STEP, -1)
+            self._last_known = self._place.get(VALIDATION, -1)
+
+    def _take(self, line: StoredLine) -> Iterator[Event]:
+        if not self._is_begun:
+            self._begin(line.after.link.crc)
+        record, at = line.record, line.start_bytes
+        step, note = record.get("step"), record.get("note")
+        if type(step) is not int:  # no line of a run
+            return
+        if note == WENT_BACK:
+            self.standing = min(self.standing, step - 1)
+            self._early = {early: values for early, values in self._early.items() if early < step}
+        elif note == AGAIN:
+            self.standing = max(self.standing, step)
+        elif note is None and "loss_hex" not in record:
+            self._early[step] = {  # JSON has null for values that are not finite
+                name: math.nan if value is None else float(value)
+                for name, value in record.items()
+                if name != "step" and (value is None or isinstance(value, (int, float)))
+            }
+        elif note is None and step > self.standing:
+            if step <= self._last_step:
+                yield self._go_back(step, at)
+            self.standing = self._last_step = step
+            try:
+                with as_written(f"the line of step {step}"):
+                    yield Event(STEP, step, StepMetrics.from_json(record), at)
+            except RecordDamaged as error:
+                log.error("%s; callbacks do not receive it", error.message)
+        for early in sorted(early for early in self._early if early <= self.standing):
+            values = self._early.pop(early)
+            if early not in self._validations:
+                self._validations[early] = values
+                if early > self._last_known:
+                    yield Event(VALIDATION, early, values, at)
+
+    def _go_back(self, step: int, at: int) -> Event:
+        self._last_known = min(self._last_known, step - 1)
+        self._validations = {before: values for before, values in self._validations.items() if before < step}
+        return Event(BACK, at, (step, dict(self._validations)), at)
 
 
 class _NewLines:
@@ -240,8 +306,8 @@ class _NewLines:
     def __init__(self, path: Path) -> None:
         self._path, self._after = path, Place()
 
-    def read(self) -> Iterator[dict[str, Any]]:
-        """The records since the last call."""
+    def read(self) -> Iterator[StoredLine]:
+        """The lines since the last call."""
         try:
             file = opened(self._path)
         except FileNotFoundError:
@@ -249,23 +315,25 @@ class _NewLines:
         with file:
             for line in Lines(file, self._path, [], self._after):  # damage is reported where the file is opened again
                 self._after = line.after
-                yield line.record
+                yield line
 
 
 @dataclass
 class _Listener:
-    """One callback, and the events that it has yet to receive. `save` records the place after each event."""
+    """One callback, and the events that it has yet to receive. `save` records the place after each event, `go_back` a
+    step to which the run has gone back."""
 
     callback: Callback
     run: RunInfo
     place: dict[str, int]
     save: Callable[[], None]
+    go_back: Callable[[int], None]
     has_started: bool = False
     retry_at: float = 0.0
     pause_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._events, self._waiting = RunEvents(self.run.folder), deque[Event]()
+        self._events, self._waiting = RunEvents(self.run.folder, self.place), deque[Event]()
         self._raised = Counter[tuple[str, type[Exception]]]()
         self.state_text = json.dumps(self.callback.state)
 
@@ -281,9 +349,13 @@ class _Listener:
                 return
             self.has_started = True
         while (event := self._next()) is not None:
-            self.callback.control.at = event.index
+            control = self.callback.control
+            control.at = event.index if event.kind in (STEP, VALIDATION) else self.place.get(STEP, -1)
             if event.kind == VALIDATION:
-                self.callback.control.drop_stale_save(self.place.get(VALIDATION, -1))
+                control.drop_stale_save(self.place.get(VALIDATION, -1))
+            if event.kind == BACK:
+                control.go_back(event.content[0])
+                self.go_back(event.content[0])
             try:
                 event.deliver(self.callback)
                 self.state_text = json.dumps(self.callback.state, allow_nan=False)
@@ -294,16 +366,22 @@ class _Listener:
                 self._report(f"on_{event.kind}", error, "the next event follows", once=True)
                 self.callback.state.clear()  # the method may have left half a change, or no JSON
                 self.callback.state.update(plain_json(self.state_text))
-            self.place[event.kind] = event.index
+            event.enter(self.place)
             self._waiting.popleft()
             self.save()
         self.pause_s = 0.0
 
     def _next(self) -> Event | None:
         if not self._waiting:
-            news = self._events.news()
-            self._waiting.extend(event for event in news if event.index > self.place.get(event.kind, -1))
+            self._waiting.extend(self._events.news())
+        while self._waiting and not self._waiting[0].is_new(self.place):
+            self._waiting.popleft()
         return self._waiting[0] if self._waiting else None
+
+    def has_events_until(self, validated_step: int) -> bool:
+        """Whether it has received all events up to that validation, as the run has them now."""
+        newest = min(self._events.standing, self.place.get(VALIDATION, -1))
+        return not self._waiting and newest >= validated_step
 
     def _try_later(self, now: float, doing: str, error: Exception) -> None:
         self.pause_s = min(max(2 * self.pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
@@ -387,7 +465,7 @@ class CallbackDelivery:
         reaches a step again gets the requests that were granted there.
         """
         controlling = [listener for listener in self._listeners if listener.callback.controls]
-        if any(listener.place.get(VALIDATION, -1) < step - 1 for listener in controlling) or not controlling:
+        if not controlling or not all(listener.has_events_until(step - 1) for listener in controlling):
             return None
         if self._record["granted"] is not None:
             granted_step, granted = self._record["granted"]
@@ -441,7 +519,12 @@ class CallbackDelivery:
             callback.control = Control(requests, controls=callback.controls)
             callback.state = self._record["states"].setdefault(callback.name, {})
             place = self._record["delivered"].setdefault(callback.name, {})
-            self._listeners.append(_Listener(callback, run, place, self._save))
+            self._listeners.append(_Listener(callback, run, place, self._save, self._go_back))
+
+    def _go_back(self, step: int) -> None:
+        """What was granted after `step` is of steps that are undone."""
+        if self._record["granted"] is not None and self._record["granted"][0] > step:
+            self._record["granted"] = None
 
     def _save(self) -> None:
         write_json(self._run.folder / CALLBACKS_NAME, self._record)
@@ -465,7 +548,7 @@ def kept_places(record: Mapping[str, Any], *, was_finished: bool = False) -> dic
     Grants hold for an attempt that goes on, but not for one that extends a finished run.
     """
     delivered = {
-        name: {kind: at for kind, at in place.items() if kind in (STEP, VALIDATION)}
+        name: {kind: at for kind, at in place.items() if kind not in (RECOVERY, CHECKPOINT)}
         for name, place in record["delivered"].items()
     }
     return {**record, "delivered": delivered, **({"granted": None} if was_finished else {})}

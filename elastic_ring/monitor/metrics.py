@@ -30,6 +30,9 @@ SUMMARY_NAME = "summary.json"
 STATUS_NAME = "status.json"
 JOURNAL_NAME = "journal.jsonl"
 CONFIG_NAME = "config.json"
+WENT_BACK, AGAIN, BEGINS, OF_RUN = "went back", "again", "begins", "run"
+"""Notes in metrics.jsonl: the run begins at this step again; the step ran again with the same result; the lines before
+this step are missing; whose lines these are, by the run's identity, and a new attempt counts its builds anew."""
 
 
 class MetricsLine(TypedDict, total=False):

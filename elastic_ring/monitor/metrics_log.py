@@ -25,15 +25,21 @@ from numpy.typing import NDArray
 
 from elastic_ring.errors import JournalDamaged, RecordDamaged, RunFailed
 from elastic_ring.monitor.journal import Flaw, Journal, Lines, Link, Place, Retried, StoredLine, line_at, opened
-from elastic_ring.monitor.metrics import METRICS_NAME, MetricsLine, StepMetrics, Validation
+from elastic_ring.monitor.metrics import (
+    AGAIN,
+    BEGINS,
+    METRICS_NAME,
+    OF_RUN,
+    WENT_BACK,
+    MetricsLine,
+    StepMetrics,
+    Validation,
+)
 from elastic_ring.state.storage.backend import ONCE
 
 log = logging.getLogger(__name__)
 
 INDEX_NAME = "metrics.index"
-WENT_BACK, AGAIN, BEGINS, OF_RUN = "went back", "again", "begins", "run"
-"""Notes in metrics.jsonl: the run begins at this step again; the step ran again with the same loss; the lines before
-this step are missing; whose lines these are, by the run's identity, and a new attempt counts its builds anew."""
 MAX_STEPS = 1 << 28
 """A line of a later step is a stranger's: MAX_BYTES of metrics.jsonl have fewer lines."""
 STANDING, UNDONE = 1, 2
@@ -50,7 +56,7 @@ ROW = np.dtype(
         ("state", "u1"),  # STANDING, UNDONE by going back, or 0 for no line
         ("skipped", "?"),
         ("timed", "?"),  # its exchanges
-        ("validated", "?"),
+        ("validated", "u1"),  # as `state`
         ("begins", "?"),  # the lines before it are missing
     ],
     align=True,
@@ -58,7 +64,7 @@ ROW = np.dtype(
 _HEAD = struct.Struct("<8sQQqQIIIqqQQ")
 """Magic; the last line's begin and end; the file's time of change; the next line's link; the newest build that went
 back; the last step; the last validated one; the numbers of rows and of those that count. A checksum follows."""
-_MAGIC, _HEAD_BYTES = b"steps 1\n", 128
+_MAGIC, _HEAD_BYTES = b"steps 2\n", 128
 _CHUNK_ROWS = 1 << 14
 
 
@@ -118,7 +124,7 @@ class RowFile:
     def newest(self, column: str = "state") -> int:
         """The newest step that counts and has `column`; -1 for none."""
         for first, rows in self.backwards(self.num):
-            if (places := np.flatnonzero((rows["state"] == STANDING) & rows[column].astype(bool))).size:
+            if (places := np.flatnonzero((rows["state"] == STANDING) & (rows[column] == STANDING))).size:
                 return first + int(places[-1])
         return -1
 
@@ -267,6 +273,7 @@ class StepTable:
             self.went_back = (0, 0)
         if note == AGAIN and row["state"] == UNDONE:  # else its line is lost
             row["state"] = STANDING
+            row["validated"] = STANDING if row["validated"] else 0
         elif note == BEGINS:
             row["begins"] = True
         elif note is None and "loss_hex" in record:
@@ -274,26 +281,32 @@ class StepTable:
                 return
         elif note is None:
             row["validation_bytes"], row["validation_crc"] = line.start_bytes, line.after.link.crc
-            row["validated"], self.last_validated = True, step
+            row["validated"] = STANDING
         else:
             return
         if row["state"] == STANDING or note == BEGINS:
             self.last_step = max(self.last_step, step - (note == BEGINS))
+        if row["validated"] == STANDING:
+            self.last_validated = max(self.last_validated, step)
         self.rows.put(step, rows)
 
     def _go_back(self, step: int, build: object) -> None:
-        """The lines from `step` on are undone."""
+        """The lines from `step` on are undone, and the validations after these steps."""
         for first, rows in self.rows.chunks(step):
-            rows["state"][rows["state"] == STANDING] = UNDONE
+            for column in ("state", "validated"):
+                rows[column][rows[column] == STANDING] = UNDONE
             rows["begins"][first == step :] = False  # lines of the steps before will come after all
             self.rows.put(first, rows)
         if isinstance(build, list) and len(build) == 2 and all(type(n) is int and 0 <= n < 1 << 32 for n in build):
             self.went_back = max(self.went_back, (build[0], build[1]))
-        self.last_step = -1
+        self.last_step = self.last_validated = -1
         for first, rows in self.rows.backwards(step + 1):
-            if (places := np.flatnonzero((rows["state"] == STANDING) | rows["begins"])).size:
+            if self.last_validated < 0 and (places := np.flatnonzero(rows["validated"] == STANDING)).size:
+                self.last_validated = first + int(places[-1])
+            if self.last_step < 0 and (places := np.flatnonzero((rows["state"] == STANDING) | rows["begins"])).size:
                 at = int(places[-1])
                 self.last_step = first + at - int(rows[at]["state"] != STANDING)
+            if self.last_step >= 0 and self.last_validated >= 0:
                 return
 
     # ------------------------------------------------------------ lines
@@ -334,7 +347,8 @@ class StepTable:
             for values in (kept["loss"], kept["grad_norm"]):
                 if (finite := np.flatnonzero(np.isfinite(values))).size:
                     picks |= {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])}
-            picks |= {int(np.flatnonzero(kept[flag])[-1]) for flag in ("validated", "skipped") if kept[flag].any()}
+            flagged = [np.flatnonzero(kept[flag] == STANDING) for flag in ("validated", "skipped")]
+            picks |= {int(places[-1]) for places in flagged if places.size}
             changes = np.flatnonzero(np.diff(generations, prepend=before if before >= 0 else generations[0]))
             picks |= {place for change in changes.tolist() for place in (max(0, change - 1), change)}
             before = int(generations[-1])
@@ -370,7 +384,7 @@ class StepTable:
 
     def _line(self, step: int, row: Any) -> MetricsLine:
         line = self.record(step, row)
-        return line | self.record(step, row, "validation") if row["validated"] else line
+        return line | self.record(step, row, "validation") if row["validated"] == STANDING else line
 
     def record(self, step: int, row: Any, of: Literal["line", "validation"] = "line") -> MetricsLine:
         """The line of a step, or of its validation, by its row. Raises: JournalDamaged."""
@@ -419,6 +433,13 @@ def _fill(row: Any, record: MetricsLine, line: StoredLine) -> bool:
     return True
 
 
+def _is_equal(row: Any, metrics: StepMetrics) -> bool:
+    """Whether a step of equal loss had the same gradient too: only then are the weights after it equal."""
+    before, norm = float(row["grad_norm"]), float(np.float32(metrics.grad_norm))
+    is_same = before == norm or not (math.isfinite(before) or math.isfinite(norm))  # as JSON has them
+    return is_same and bool(row["skipped"]) == metrics.skipped
+
+
 def _put(fd: int, data: bytes, offset: int) -> None:
     """Raises: OSError, also for a disk that takes only a part."""
     if os.pwrite(fd, data, offset) != len(data):
@@ -462,7 +483,8 @@ class MetricsLog:
     """DIR/metrics.jsonl: one line per committed step, however often the step is reported.
 
     Where a run goes back to a checkpoint, a line notes it. A step that runs again then has no second line if its loss
-    is the same, bit for bit (a note says that it counts again), else one with both values (`replaces_loss_hex`).
+    and its gradient's norm are the same, bit for bit (a note says that it counts again, with its validation), else one
+    with both losses (`replaces_loss_hex`). A validation that runs again has a second line, which counts.
     """
 
     def __init__(self, directory: str | os.PathLike[str], retries: Retried = ONCE) -> None:
@@ -535,7 +557,7 @@ class MetricsLog:
                 )
             return False
         unix_s = round(time.time(), 3)
-        if row["state"] == UNDONE and before_hex == line["loss_hex"]:
+        if row["state"] == UNDONE and before_hex == line["loss_hex"] and _is_equal(row, metrics):
             self._append({"step": metrics.step, "note": AGAIN})
         else:
             replaces = {"replaces_loss_hex": before_hex} if row["state"] == UNDONE else {}
@@ -548,7 +570,7 @@ class MetricsLog:
 
         It has its own line, possibly before the step's: the ring validates before it goes on, and may fail in between.
         """
-        if not self.table.rows.get(step, step + 1)[0]["validated"]:
+        if self.table.rows.get(step, step + 1)[0]["validated"] != STANDING:
             finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
             self.newest.validation = Validation(step, finite)
             self._append(self.newest.validation.to_json())
@@ -583,7 +605,7 @@ def rebuild_metrics(
                     yield {"step": step, "note": BEGINS}
                 last_step = step
                 yield table.record(step, row)
-                if row["validated"]:
+                if row["validated"] == STANDING:
                     yield table.record(step, row, "validation")
 
     if table.identity not in ("", identity):

@@ -63,11 +63,12 @@ class ProgressLine:
         return self
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a committed step."""
-        num_new = max(0, metrics.step + 1 - self._num_done)
+        """Show a committed step; an earlier one where the run has gone back."""
+        num_new = metrics.step + 1 - self._num_done
         self._num_done += num_new
         self._latest, self._latest_written = metrics, False
-        self._first = self._first or (self._clock(), self._num_done)
+        if self._first is None or num_new < 0:
+            self._first = self._clock(), self._num_done
         if self._bar is not None:
             self._bar.set_postfix_str(_figures(metrics), refresh=False)
             self._bar.update(num_new)

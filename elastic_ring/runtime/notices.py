@@ -46,11 +46,13 @@ class StorageAwaited(Notice):
 
 @dataclass(frozen=True)
 class Validated(Notice):
-    """Metrics of the held-out sequences after `step`, by name."""
+    """Metrics of the held-out sequences after `step`, by name, as the members of a build, (term, generation), have
+    them."""
 
     step: int
     measured: Mapping[str, float]
     took_s: float
+    membership_id: tuple[int, int]
 
 
 @dataclass(frozen=True)

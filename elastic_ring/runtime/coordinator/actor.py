@@ -165,10 +165,10 @@ class Coordinator:
         """Renew the driver's lease."""
         self._decider.driver_feed.renew()
 
-    def follow(self, after_step: int, after_line: int) -> News:
-        """Steps and lines that are new for a driver; also renews its lease."""
+    def follow(self, after_step: int, after_line: int, generation: int = 0) -> News:
+        """Steps and lines that are new for a driver, as `DriverFeed.news`; also renews its lease."""
         self._decider.driver_feed.renew()
-        news = self._decider.driver_feed.news(after_step)
+        news = self._decider.driver_feed.news(after_step, generation)
         return {**news, "lines": self._decider.recorder.recoveries.lines[after_line:] if self._decider.is_ready else []}
 
     def scale(self, max_dp: int | None, spares: int | None) -> None:

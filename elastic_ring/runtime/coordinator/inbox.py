@@ -179,7 +179,8 @@ class DriverFeed:
             "awaited": state.callbacks.awaited,
         }
 
-    def news(self, after_step: int) -> News:
+    def news(self, after_step: int, generation: int = 0) -> News:
+        """What a driver lacks that has `after_step` of this generation; one that went back has earlier steps again."""
         ended = self.ended  # first: what comes with it is then complete
-        steps = [metrics for metrics in self._steps if metrics.step > after_step]
+        steps = [m for m in self._steps if m.step > after_step or 0 < generation < m.generation]
         return {"steps": steps, **self._outline, "ended": ended}

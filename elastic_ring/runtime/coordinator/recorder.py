@@ -199,8 +199,9 @@ class RunRecorder:
                 if not isinstance(reported_at, float) or now - reported_at >= WAIT_TOLD_S:
                     self._reported["waits"] = now
                     self.recoveries.say(text)
-            case Validated(step, measured, took_s):
-                self.metrics.validated(step, dict(measured))
+            case Validated(step, measured, took_s, membership_id):
+                if self.steps.counts(step + 1, membership_id):  # else it came late, and the run has gone back since
+                    self.metrics.validated(step, dict(measured))
                 self.goodput.lost.add("validation", took_s)
             case NotRepeatable(step, reason):
                 self.recoveries.bits.not_repeatable(step, reason)

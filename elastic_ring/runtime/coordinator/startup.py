@@ -33,8 +33,8 @@ from elastic_ring.errors import (
 from elastic_ring.monitor import json_files
 from elastic_ring.monitor.journal import Flaw, Journal, salvage_file
 from elastic_ring.monitor.json_files import read_json
-from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, SUMMARY_NAME, MetricsLine
-from elastic_ring.monitor.metrics_log import OF_RUN, StepTable, rebuild_metrics
+from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, OF_RUN, STATUS_NAME, SUMMARY_NAME, MetricsLine
+from elastic_ring.monitor.metrics_log import StepTable, rebuild_metrics
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.run_spec import (
     RECORDS,

@@ -102,12 +102,12 @@ class Follower:
 
     def _follow(self, coordinator: Any, attempt: str) -> End:
         """Show progress until the run ends; returns how it ended. Each call to the coordinator renews the lease."""
-        last_step, num_lines, is_open = -1, 0, False
+        newest, num_lines, is_open = (0, -1), 0, False
         link = CoordinatorLink(self._run, ray.get_runtime_context().gcs_address, attempt)
         with self.delivery() as delivery, ProgressLine(sys.stderr, self._submission.task.step.steps) as progress:
             while True:
                 try:
-                    news = link.ask(coordinator, last_step, num_lines)
+                    news = link.ask(coordinator, newest, num_lines)
                 except ActorDiedError as error:
                     end = attach.end_on_record(self._run, attempt)
                     if end is not None:  # another driver saw the end first and killed the coordinator
@@ -123,7 +123,7 @@ class Follower:
                 num_lines += len(news["lines"])
                 for metrics in news["steps"] if self._run.progress else ():
                     progress.step(metrics)
-                last_step = max([last_step, *(metrics.step for metrics in news["steps"])])
+                newest = max([newest, *((metrics.generation, metrics.step) for metrics in news["steps"])])
                 if news.get("phase") != "starting":  # until then the folder may hold an earlier attempt's records
                     self._serve_callbacks(coordinator, delivery, news)
                 if news["ended"] is not None:
@@ -193,14 +193,15 @@ class CoordinatorLink:
         self._head_silent_since: float | None = None
         self._looked_at = 0.0
 
-    def ask(self, coordinator: Any, last_step: int, num_lines: int) -> News | None:
-        """The coordinator's news; None while it is away.
+    def ask(self, coordinator: Any, newest: tuple[int, int], num_lines: int) -> News | None:
+        """The coordinator's news after step `newest`, (generation, step), and so many lines; None while it is away.
 
         Raises: CoordinatorLost after `lease_s` without an answer; ActorDiedError when it is gone for good.
         """
         error: BaseException | None = None
         try:
-            news = self._get(coordinator.follow.remote(last_step, num_lines))
+            generation, step = newest
+            news = self._get(coordinator.follow.remote(step, num_lines, generation))
         except (GetTimeoutError, ActorUnavailableError) as failure:
             # Ray restarts a coordinator that was killed; one that froze may resume.
             news, error = None, failure

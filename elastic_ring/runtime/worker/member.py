@@ -209,7 +209,8 @@ class StepLoop:
         self._parts.stamps.stamp(step, Phase.VALIDATE)
         measured = validate(self._state, data.held_out_loader, data.held_out)
         if self._parts.speaks:
-            self._parts.records.publish([Validated(step - 1, measured, time.monotonic() - begun)])
+            took_s = time.monotonic() - begun
+            self._parts.records.publish([Validated(step - 1, measured, took_s, self._state.now.id)])
         return True
 
     def _stops_at(self, step: int) -> bool:

@@ -12,13 +12,18 @@ from elastic_ring.control.messages import (
     Answer,
     CallbacksAnswered,
     CallbacksAwaited,
+    Checkpoint,
+    CheckpointsKnown,
     CoordinatorStarted,
     Finalize,
     Finalized,
+    NodeJoined,
+    NodeLost,
     Status,
 )
 from elastic_ring.control.phases import is_newest_answer
 from elastic_ring.control.state import end_step, members
+from elastic_ring.mesh import Mesh
 from tests.sim.bench import Bench, build_in, end_in, only
 
 NODES = {"a": 3, "b": 3}
@@ -62,6 +67,26 @@ def test_members_that_ask_again_after_a_loss_hear_the_same_and_nothing_else_is_t
     assert run.state is before
     assert (is_newest_answer(before, repeated), is_newest_answer(before, other)) == (True, False)
     assert replay(run.options, run.journal) == run.state
+
+
+@pytest.mark.parametrize("dp", [2, 1])
+def test_steps_that_come_again_hear_the_same_answers_and_another_branch_is_asked_anew(dp: int) -> None:
+    """All is lost and the checkpoint of step 1 is left, for the same mesh or for one whose sums have other bits."""
+    run = formed(spares=0, min_dp=1, takes_checkpoints=True)
+    run.handle(CheckpointsKnown("k", (Checkpoint(1, "step-1", Mesh(2, 2)),)))
+    ask(run, 2)
+    run.handle(replace(STOP, keeps=True))
+    for node in NODES if dp == 2 else ("a",):
+        run.handle(NodeLost("n", node))
+    if dp == 2:
+        run.handle(NodeJoined("n", "c", 4))
+    else:
+        run.lose(*(rank for rank, name in enumerate(members(run.state)) if name in run.state.workers))
+    run.form()
+    assert (run.phase, run.change.step, run.change.mesh.dp) == ("running", 1, dp)
+    answers = ask(run, 2)
+    assert [one.stops for one in answers] == ([True] * 4 if dp == 2 else [])
+    assert (end_step(run.state), run.state.callbacks.kept) == ((2, 2) if dp == 2 else (run.options.total_steps, None))
 
 
 @pytest.mark.parametrize("after_s", [1.0, 59.0])

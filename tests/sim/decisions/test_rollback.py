@@ -13,6 +13,8 @@ from elastic_ring.control.decisions.data_order import NEAR_STEPS, batch_of, jour
 from elastic_ring.control.messages import (
     BatchSkip,
     Build,
+    CallbacksAnswered,
+    CallbacksAwaited,
     Checkpoint,
     CheckpointsKnown,
     Command,
@@ -113,9 +115,14 @@ def test_a_streak_goes_back_to_before_its_first_step() -> None:
 
 def test_a_second_spike_in_the_new_data_goes_back_again_and_no_batch_is_used_twice() -> None:
     trained = Trained(61, 20, 40)
+    for step in (40, 50):
+        trained.run.handle(CallbacksAwaited("w", trained.members[0], 1, trained.run.state.generation, step))
+        trained.run.handle(CallbacksAnswered("d", step, saves=True, keeps=True))
     trained.spike(60)
     trained.report(61)
     trained.form_again()
+    said = trained.run.state.callbacks
+    assert (said.answered, said.kept) == (None, None), "it is of steps that come with other data now"
     trained.train_to(51, 20, 40)
     trained.spike(50)  # which is batch 71
     trained.report(51)

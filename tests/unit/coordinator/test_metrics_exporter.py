@@ -98,7 +98,7 @@ def recorder(tmp_path: Path) -> RunRecorder:
     made.steps.begun(0, (1, 1))
     unknown = dict.fromkeys(("exposed_hop_wait_s", "hop_latency_mean_s", "hop_latency_p99_s"))
     skipped = record(1, skipped=True, loss=math.nan, gpu_memory=MEMORY, **unknown)
-    made.publish([record(0), skipped, Validated(1, {"val_loss": 2.0, "val_code_loss": 1.5}, 0.125)])
+    made.publish([record(0), skipped, Validated(1, {"val_loss": 2.0, "val_code_loss": 1.5}, 0.125, (1, 1))])
     made.goodput.lost.add("startup", 0.5)
     made.goodput.lost.add("stalled", 0.25)
     made.recoveries.begin(change_of(2), 2, 9.25)

@@ -14,14 +14,17 @@ from elastic_ring.control.facts import Fact, line_of
 from elastic_ring.control.messages import Build, Checkpoint, Tick, Vote
 from elastic_ring.control.state import State
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor import json_files
+from elastic_ring.monitor import json_files, plot
 from elastic_ring.monitor.json_files import read_json
-from elastic_ring.monitor.metrics import StepMetrics
+from elastic_ring.monitor.metrics import StepMetrics, Validation, read_metrics
+from elastic_ring.monitor.metrics_log import StepTable
+from elastic_ring.monitor.page import page_data
 from elastic_ring.monitor.report import render_status
+from elastic_ring.monitor.result import Result
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
-from elastic_ring.runtime.coordinator.run_files import RunFiles, write_end
+from elastic_ring.runtime.coordinator.run_files import RunFiles, samples_digest, write_end
 from elastic_ring.runtime.driver.attach import end_on_record, other_writer
-from elastic_ring.runtime.notices import Compiled, NotRepeatable, StepRecord
+from elastic_ring.runtime.notices import Compiled, NotRepeatable, StepRecord, Validated
 from elastic_ring.train.vote import Outcome, Tally, remark_on
 from tests.sim.simulator.options import simulated
 from tests.unit.coordinator.builders import opened_recorder, training
@@ -83,8 +86,8 @@ def test_time_in_which_the_host_stood_still_is_no_training(recorder):
 def test_a_coordinator_that_starts_anew_knows_who_began_where(tmp_path):
     again = opened_recorder(tmp_path)
     again.recall(Tick("t"), [Build("t", "w-0", 1, 1, Mesh(2, 2), (), 0, None, (), fresh=True)])
-    assert not again.steps.counts(record(0, (1, 0)))
-    assert again.steps.counts(record(0, (1, 1)))
+    assert not again.steps.counts(0, (1, 0))
+    assert again.steps.counts(0, (1, 1))
 
 
 def test_a_coordinator_that_starts_anew_undoes_no_step_of_a_run_that_began_at_a_checkpoint(tmp_path):
@@ -96,6 +99,45 @@ def test_a_coordinator_that_starts_anew_undoes_no_step_of_a_run_that_began_at_a_
         recorder.metrics.begin_at(10)
         recorder.publish([record(step, (1, 1)) for step in range(10, 10 + num_steps)])
         assert (recorder.metrics.last_step, recorder.recoveries.lines) == (13, [])
+
+
+def test_after_going_back_every_reader_has_the_branch_that_counts(recorder, tmp_path, monkeypatch):
+    """Steps 2 to 5 come again with other losses; a validation of the undone branch arrives late."""
+
+    def train(first: int, losses: list[float], membership_id: tuple[int, int]) -> None:
+        for step, loss in enumerate(losses, first):
+            said = [Validated(step, {"val_loss": loss + 10}, 0.1, membership_id)] if step % 2 else []
+            recorder.publish([*said, record(step, membership_id, loss, skipped=loss > 8)])
+
+    start = Checkpoint(2, "a folder", Mesh(2, 2))
+    recorder.steps.begun(0, (1, 1))
+    train(0, [7.0, 6.0, 5.0, 9.0, 3.0, 2.0], (1, 1))
+    recorder.begin_build([Build("t", "w-0", 1, 3, Mesh(2, 2), (), 2, None, (), fresh=True, restore=start)])
+    recorder.publish([Validated(5, {"val_loss": 99.0}, 0.1, (1, 1))])
+    newest = recorder.metrics.newest
+    assert (newest.step.loss, newest.validation, newest.num_skipped) == (6.0, Validation(1, {"val_loss": 16.0}), 0)
+    train(2, [5.5, 4.5, 3.5], (1, 3))
+
+    branch, validations = [7.0, 6.0, 5.5, 4.5, 3.5], [(1, 16.0), (3, 14.5)]
+    lines = read_metrics(tmp_path)
+    assert [line["loss"] for line in lines] == branch
+    assert [(line["step"], line["val_loss"]) for line in lines if line.get("val_loss")] == validations
+    made = files(recorder)
+    made.write_status(training())
+    assert made.status(training())["validation"] == {"step": 3, "val_loss": 14.5}
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "draw_loss", lambda steps, *_: drawn.extend(steps))
+    summary = made.write_summary("", exact=True)
+    assert drawn == lines, "loss.png"
+    assert [float.fromhex(loss) for loss in summary["losses"]] == branch
+    assert summary["validation"] == {"step": 3, "val_loss": 14.5}
+    assert (summary["skipped_steps"], summary["samples_sha256"]) == (0, samples_digest(lines))
+    page = page_data(tmp_path)
+    assert (page["loss"], page["validation"]) == ([*enumerate(branch)], {"val_loss": validations})
+    assert "loss 3.5000 (step 4)" in render_status(tmp_path)
+    assert Result(summary, tmp_path).metrics["loss"] == 3.5
+    with StepTable.load(recorder.metrics.path, uses_index=False) as table:
+        assert (table.rows.values("loss"), table.newest_validation()) == (branch, {"val_loss": 14.5})
 
 
 def test_a_member_that_computes_what_is_not_repeatable_makes_the_summary_sample_exact(recorder):

@@ -65,7 +65,7 @@ class Slow:
     """Metrics at whose reading another thread gets its turn."""
 
     def __init__(self, step: int) -> None:
-        self._step = step
+        self._step, self.generation = step, 1
 
     @property
     def step(self) -> int:
@@ -88,6 +88,16 @@ def test_no_step_is_skipped_while_the_oldest_are_dropped():
             assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True
 
     at_once(publish, follow, follow, follow)
+
+
+def test_a_driver_that_follows_is_shown_the_steps_again_where_the_run_goes_back():
+    feed, shown = DriverFeed(), []
+    for generation, steps in ((1, range(4)), (3, range(2, 6))):
+        feed.publish([SimpleNamespace(step=step, generation=generation) for step in steps])  # type: ignore[misc]
+        newest = max([(0, -1), *shown])
+        shown += [(new.generation, new.step) for new in feed.news(newest[1], newest[0])["steps"]]
+    assert shown == [*((1, step) for step in range(4)), *((3, step) for step in range(2, 6))]
+    assert feed.news(5, 3)["steps"] == []
 
 
 @pytest.fixture

@@ -127,6 +127,47 @@ def test_tensorboard_has_each_event_once(tmp_path: Path) -> None:
     assert_each_once({name: [(p.step, p.value) for p in found.Scalars(name)] for name in EXPECTED})
 
 
+def back_on_another_branch(folder: Path, tracker: type[Tracker], *arguments: str) -> None:
+    """Steps 0 to 4 with a validation, a checkpoint and recoveries, then from step 1 on others with another driver."""
+    records = Records(folder)
+    records.steps(0, 1, 2, 3, 4)
+    records.others()
+    tell(folder, tracker(*arguments))
+    records.metrics.go_back(1, (1, 2))
+    for number in (1, 2):
+        metrics = StepMetrics(number, 9.0, 1.0, 0.01 * number, 64, 640.0, 0.1, False, 2, Mesh(2, 2), 4)
+        records.metrics.record(metrics)
+        records.metrics.validated(1, {"val_loss": 6.5, "val_accuracy": 0.25})
+        tell(folder, tracker(*arguments))
+
+
+def test_tensorboard_has_no_point_of_a_branch_that_does_not_count(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    back_on_another_branch(tmp_path, TensorBoard)
+    found = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    points = {name: [(p.step, p.value) for p in found.Scalars(name)] for name in ("train/loss", "val/loss")}
+    assert points == {"train/loss": [(0, 5.0), (1, 9.0), (2, 9.0)], "val/loss": [(1, 6.5)]}
+    again = TensorBoard()
+    assert again.open(RunInfo("tracked", tmp_path))["train/loss"] == points["train/loss"], "as the tracker reads it"
+    again.on_end()
+
+
+def test_mlflow_which_forgets_nothing_has_the_branch_that_counts_as_the_newer_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri, run = (tmp_path / "store").as_uri(), tmp_path / "run"
+    run.mkdir()
+    back_on_another_branch(run, MLflow, uri)
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (found,) = client.search_runs([client.get_experiment_by_name("elastic_ring").experiment_id])
+    history = sorted(client.get_metric_history(found.info.run_id, "train/loss"), key=lambda point: point.timestamp)
+    newest = {point.step: point.value for point in history}
+    assert newest == {0: 5.0, 1: 9.0, 2: 9.0, 3: 2.0, 4: 1.0}
+    assert len(history) == 7
+
+
 def test_tensorboard_goes_on_after_a_file_that_was_cut_off(tmp_path: Path) -> None:
     records = Records(tmp_path)
     records.steps(0, 1)

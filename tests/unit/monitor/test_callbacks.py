@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from elastic_ring.monitor.callbacks import (
 )
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.json_files import json_bytes, read_json
-from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, StepMetrics, write_json
+from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, StepMetrics, read_metrics, write_json
 from elastic_ring.monitor.metrics_log import MetricsLog
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.run_spec import set_aside
@@ -428,7 +429,7 @@ def test_in_an_object_store_a_driver_on_another_host_goes_on_where_the_first_one
     assert heard == [[0, 1, 2], [3], [4]]
     run_storage.forget_end(run, goes_on=True, was_finished=False)
     run_storage.fetch_places(run, tmp_path)
-    assert json.loads((tmp_path / CALLBACKS_NAME).read_text())["delivered"]["hears"] == {"step": 4}
+    assert json.loads((tmp_path / CALLBACKS_NAME).read_text())["delivered"]["hears"]["step"] == 4
     run_storage.forget_end(run, goes_on=False, was_finished=False)
     run_storage.fetch_places(run, tmp_path)
     assert not (tmp_path / CALLBACKS_NAME).exists()
@@ -529,3 +530,106 @@ def test_early_stopping_and_the_best_checkpoint_follow_the_least_loss(tmp_path: 
     check_callbacks([EarlyStopping("val_accuracy"), KeepBest()], metrics=["val_loss", "val_accuracy"])
     with pytest.raises(ValueError, match=r"metric='val_accuracy': the validation has val_loss"):
         check_callbacks([EarlyStopping("val_accuracy")])
+
+
+# ------------------------------------------------------------ a run that goes back
+
+
+class HearsBack(Hears):
+    def on_back(self, step: int, validations: Mapping[int, Mapping[str, float]]) -> None:
+        self.heard.append(("back", step, [*validations]))
+
+
+def losses(records: Records, **by_step: float) -> None:
+    """Steps `_N` with these losses; after every second one a validation with the same loss."""
+    for name, loss in by_step.items():
+        number = int(name[1:])
+        if number % 2:
+            records.metrics.validated(number, {"val_loss": loss})
+        records.metrics.record(replace(step(number), loss=loss))
+
+
+def first_branch(folder: Path) -> Records:
+    records = Records(folder)
+    losses(records, _0=9.0, _1=4.0, _2=7.0, _3=3.0, _4=5.0, _5=1.0)
+    return records
+
+
+BEFORE = [("start", "first"), 0, 1, (1, {"val_loss": 4.0}), 2, 3, (3, {"val_loss": 3.0}), 4, 5, (5, {"val_loss": 1.0})]
+BACK = [("back", 4, [1, 3]), 4, 5, (5, {"val_loss": 2.0}), 6]
+
+
+@pytest.mark.parametrize("deliver", ["at once", "drivers", "late"])
+def test_a_run_that_goes_back_is_told_from_the_step_that_differs_and_no_earlier(tmp_path: Path, deliver: str) -> None:
+    """Steps 2 and 3 run again with the same result. A driver that ends in the middle is followed by another."""
+    records, heard, callback = first_branch(tmp_path), [], HearsBack()
+    with telling(tmp_path, callback) as driver:
+        if deliver != "late":
+            driver.deliver()
+    heard += callback.heard
+    records.metrics.go_back(2, (1, 2))
+    for again in ({"_2": 7.0}, {"_3": 3.0}, {"_4": 5.5}, {"_5": 2.0}, {"_6": 4.5}):
+        losses(records, **again)
+        callback = HearsBack()
+        if deliver == "drivers":
+            with telling(tmp_path, callback) as driver:
+                driver.deliver()
+            heard += callback.heard[1:-1]
+    if deliver == "drivers":
+        assert heard == [*BEFORE, "end", *BACK]
+        return
+    with telling(tmp_path, callback) as driver:
+        driver.deliver()
+    assert heard == ([] if deliver == "late" else [*BEFORE, "end"])
+    assert callback.heard == [*(BEFORE if deliver == "late" else BEFORE[:1]), *BACK, "end"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_in_a_file_that_was_written_anew_the_branch_goes_on_from_the_numbers_of_the_steps(
+    tmp_path: Path, kept: bool
+) -> None:
+    """A damaged metrics.jsonl is: its undamaged lines come again. Without the place, as an earlier release left it."""
+    first_branch(tmp_path)
+    with telling(tmp_path, HearsBack()) as driver:
+        driver.deliver()
+    if not kept:
+        record = read_json(tmp_path / CALLBACKS_NAME)
+        assert record is not None
+        record["delivered"]["hears"] = {"step": 5, "validation": 5}
+        write_json(tmp_path / CALLBACKS_NAME, record)
+    (tmp_path / METRICS_NAME).unlink()
+    records = Records(tmp_path)
+    losses(records, _0=9.0, _1=4.0, _2=7.0, _3=3.0)
+    records.metrics.go_back(4, (1, 2))
+    losses(records, _4=5.5, _5=2.0, _6=4.5)
+    callback = HearsBack()
+    with telling(tmp_path, callback) as driver:
+        driver.deliver()
+    assert callback.heard == [("start", "first"), *BACK, "end"]
+
+
+def test_early_stopping_and_the_best_checkpoint_forget_the_branch_that_does_not_count(tmp_path: Path) -> None:
+    stopping, keeps = EarlyStopping(patience=2), KeepBest()
+    records, run = first_branch(tmp_path), RunInfo("run", tmp_path)
+    with CallbackDelivery([stopping, keeps], run) as telling:
+        telling.deliver()
+        then = {"best": 3.0, "step": 3, "waited": 0}
+        assert stopping.state == keeps.state == {"best": 1.0, "step": 5, "waited": 0}
+        granted = telling.requests(6)
+        assert granted == {"stop": "", "saves": True, "keeps": True}
+        telling.grant(6, granted)
+        losses(records, _6=4.5, _7=8.0, _8=4.0, _9=8.0)
+        telling.deliver()
+        assert "has not improved" in (telling.requests(10) or {"stop": ""})["stop"]
+        records.metrics.go_back(4, (1, 2))
+        telling.deliver()
+        assert telling.requests(6) is None, "the run is not there again"
+        losses(records, _4=5.5)
+        telling.deliver()
+        assert stopping.state == keeps.state == then
+        assert telling.requests(6) is None
+        losses(records, _5=2.0)
+        telling.deliver()
+        assert stopping.state == keeps.state == {"best": 2.0, "step": 5, "waited": 0}
+        assert telling.requests(6) == {"stop": "", "saves": True, "keeps": True}, "the stop was of the other branch"
+    assert read_metrics(tmp_path)[5]["val_loss"] == 2.0

@@ -49,13 +49,17 @@ class Branch:
         undone: dict[int, dict[str, Any]] = {}
         self.begins: set[int] = set()
         validations: dict[int, dict[str, Any]] = {}
+        earlier: dict[int, dict[str, Any]] = {}  # validations that were undone
         for line in read(path):
             step, note = line["step"], line.get("note")
             if note == "went back":
                 undone |= {later: standing.pop(later) for later in [*standing] if later >= step}
+                earlier |= {later: validations.pop(later) for later in [*validations] if later >= step}
                 self.begins = {first for first in self.begins if first <= step}
             elif note == "again":
-                standing |= {step: undone.pop(step)} if step in undone else {}
+                if step in undone:
+                    standing[step] = undone.pop(step)
+                    validations = {step: earlier[step], **validations} if step in earlier else validations
             elif note == "begins":
                 self.begins.add(step)
             elif "loss_hex" in line:
@@ -64,6 +68,7 @@ class Branch:
             elif note is None:
                 validations[step] = line
         self.lines = [{**line, **validations.get(step, {})} for step, line in sorted(standing.items())]
+        self.newest_validation = validations[max(validations)] if validations else {}
         self.last_step = max([*standing, *(step - 1 for step in self.begins)], default=-1)
 
 
@@ -73,6 +78,10 @@ def check(folder: Path) -> None:
         assert list(table.lines()) == branch.lines
         assert table.newest(3) == branch.lines[-3:]
         assert table.last_step == branch.last_step
+        validation = {name: value for name, value in branch.newest_validation.items() if name != "step"}
+        assert table.newest_validation() == validation
+        validated = [line["step"] for line in branch.lines if "val_loss" in line and line["val_loss"] is not None]
+        assert table.rows.newest("validated") == max(validated, default=-1)
         assert table.rows.total("skipped") == sum(line["skipped"] for line in branch.lines)
         assert table.rows.values("step_s") == [line["step_s"] for line in branch.lines]
         assert table.rows.total("step_s", 2) == pytest.approx(
@@ -89,7 +98,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("step"), st.sampled_from([1.0, 2.0]), st.booleans()),
         st.tuples(st.just("back"), st.integers(0, 12)),
         st.tuples(st.just("begin"), st.integers(0, 12)),
-        st.tuples(st.just("validate"), st.integers(0, 12)),
+        st.tuples(st.just("validate"), st.integers(0, 12), st.sampled_from([1.0, 2.0])),
         st.tuples(st.just("restart"), st.sampled_from(["", "missing", "behind", "ahead"])),
     ),
     max_size=30,
@@ -115,8 +124,8 @@ def test_whatever_happens_in_a_run_the_index_has_the_branch_that_counts(
                 assert log.go_back(step, (1, generation)) == 0
             case "begin", step:
                 log.begin_at(step)
-            case "validate", step:
-                log.validated(step, {"val_loss": 1.0})
+            case "validate", step, loss:
+                log.validated(step, {"val_loss": loss})
             case "restart", damage:
                 log.close()
                 index = folder / INDEX_NAME
@@ -142,11 +151,13 @@ def test_after_going_back_a_newer_build_goes_back_and_an_older_one_does_not(tmp_
         assert (log.last_step, log.newest.step and log.newest.step.step) == (3, 3)
         assert log.go_back(1, (2, 2)) == 0
         assert log.go_back(2, (3, 1)) == 2
-        assert log.record(metrics(2, loss_of(2), grad_norm=9.0))
-        assert log.record(metrics(3, 9.0))
-    assert [(line["step"], line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path)][2:] == [
-        (2, loss_of(2), 2.0),  # the same loss: the first line counts again
-        (3, 9.0, 1.25),
+        assert log.record(metrics(2, loss_of(2), grad_norm=2.0, step_s=5.0))
+        assert log.record(metrics(3, loss_of(3), grad_norm=9.0))
+        assert log.record(metrics(4, 9.0))
+    assert [(line["step"], line["loss"], line["grad_norm"], line["step_s"]) for line in read_metrics(tmp_path)][2:] == [
+        (2, loss_of(2), 2.0, 0.9),  # the same result: the first line counts again
+        (3, loss_of(3), 9.0, 0.9),  # the same loss alone: the weights after it are others
+        (4, 9.0, 1.25, 0.9),
     ]
 
 

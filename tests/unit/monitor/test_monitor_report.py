@@ -192,6 +192,18 @@ def test_without_a_terminal_there_are_plain_lines_now_and_then_and_the_last_one(
     ]
 
 
+def test_where_a_run_goes_back_the_progress_does_so_too_and_takes_its_pace_from_there() -> None:
+    now_s, stream = 0.0, io.StringIO()
+    with ProgressLine(stream, 40, plain_every_s=0.0, clock=lambda: now_s).open() as progress:
+        for step in (18, 19, 10, 11):
+            progress.step(metrics(step))
+            now_s += 2.0
+    shown = [
+        (line.split("/")[0], line.partition("(dp=2 x cp=2)")[2].strip()) for line in stream.getvalue().splitlines()
+    ]
+    assert shown == [("step 19", ""), ("step 20", "40 s left"), ("step 11", ""), ("step 12", "56 s left")]
+
+
 def test_a_skipped_step_says_so() -> None:
     stream = io.StringIO()
     with ProgressLine(stream, 4).open() as progress:

@@ -95,13 +95,16 @@ class PublishedSteps:
 
     def take(self, steps: Iterable[StepRecord], last_step: int) -> Iterator[StepRecord]:
         """The records, of `steps` and of earlier calls, that follow `last_step` without a gap."""
-        self._waiting.update({record.metrics.step: record for record in steps if self.counts(record)})
+        self._waiting.update({record.metrics.step: record for record in steps if self._counts(record)})
         self._waiting = {step: record for step, record in self._waiting.items() if step > last_step}
-        while (record := self._waiting.pop(last_step + 1, None)) is not None and self.counts(record):
+        while (record := self._waiting.pop(last_step + 1, None)) is not None and self._counts(record):
             last_step += 1
             yield record
 
-    def counts(self, record: StepRecord) -> bool:
-        """Whether a record is of the members that committed its step: the last that began at it or before."""
-        ids = [membership_id for first_step, membership_id in self._builds if first_step <= record.metrics.step]
-        return bool(ids) and record.outcome.vote.membership_id == ids[-1]
+    def _counts(self, record: StepRecord) -> bool:
+        return self.counts(record.metrics.step, record.outcome.vote.membership_id)
+
+    def counts(self, step: int, membership_id: tuple[int, int]) -> bool:
+        """Whether these members are those that do `step`: the last that began at it or before."""
+        ids = [own_id for first_step, own_id in self._builds if first_step <= step]
+        return bool(ids) and membership_id == ids[-1]
