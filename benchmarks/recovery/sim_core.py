@@ -1,6 +1,7 @@
 """Random schedules of faults against the real control core on a virtual clock.
 
-python benchmarks/recovery/sim_core.py --schedules 10000 --seed 0     every invariant after every event
+python benchmarks/recovery/sim_core.py --schedules 10000 --seed 0     every invariant after every event; and as many
+                                                                      schedules of submissions that share a storage
 python benchmarks/recovery/sim_core.py --replay SEED                  one schedule again, event by event
 python benchmarks/recovery/sim_core.py --benchmark --members 1024,2048,4096,8192,16384    what the core costs
 """
@@ -39,6 +40,7 @@ from elastic_ring.control.messages import (
 )
 from elastic_ring.control.state import State, members, phase_name
 from elastic_ring.errors import ElasticRingError
+from tests.sim.sim_terms import random_terms
 from tests.sim.simulator import faults
 from tests.sim.simulator.options import simulated
 from tests.sim.truth import simulate
@@ -46,19 +48,19 @@ from tests.sim.truth import simulate
 
 def main() -> int:
     parser = bench_parser(__doc__)
-    parser.add_argument("--schedules", type=int, default=500, help="how many seeds to run")
+    parser.add_argument("--schedules", type=int, default=500, help="how many seeds to run; SIGTERM ends it earlier")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed and show every decision")
     parser.add_argument("--benchmark", action="store_true", help="CPU seconds of forming and of recoveries")
     parser.add_argument("--members", type=list_of(int), default=[2000], help="sizes in it, multiples of cp")
     parser.add_argument("--cp", type=int, default=8, help="ranks of a ring in the benchmark")
-    parser.add_argument("--save", action="store_true", help="write its table into benchmarks/results/recovery/")
+    parser.add_argument("--save", action="store_true", help="write what is printed into benchmarks/results/recovery/")
     arguments = parser.parse_args()
     if arguments.benchmark:
         return benchmark(arguments.members, arguments.cp, arguments.save)
     if arguments.replay is not None:
         return show(arguments.replay)
-    return run_many(arguments.seed, arguments.schedules)
+    return run_many(arguments.seed, arguments.schedules, arguments.save)
 
 
 RECOVERIES = ("rank", "node", "error")
@@ -71,55 +73,78 @@ class Endless(AssertionError):
     """A schedule does not end, in events or without any."""
 
 
-def run_many(first: int, num_schedules: int) -> int:
-    ends: collections.Counter[str] = collections.Counter()
-    sources: collections.Counter[str] = collections.Counter()
-    num_events, num_copied, num_stored, num_grown, num_cut, failed = 0, 0, 0, 0, 0, []
+def run_many(first: int, num_schedules: int, is_saved: bool) -> int:
+    counts, broken = collections.Counter[str](), list[str]()
+    ends, sources = collections.Counter[str](), collections.Counter[str]()
+    stops = list[int]()
     signal.signal(signal.SIGVTALRM, _endless)
-    for seed in range(first, first + num_schedules):
-        schedule, seen = faults.random_schedule(seed), _Sources()
-        num_copied += schedule.options.run.copies != "0"
-        num_stored += schedule.save_every > 0
+    signal.signal(signal.SIGTERM, lambda number, frame: stops.append(number))
+    began_s, last = time.process_time(), first - 1
+    while last + 1 < first + num_schedules and not stops:
+        last = seed = last + 1
+        schedule, seen = faults.schedule_with_edges(seed), _Seen()
         kinds = {kind for _, kind in schedule.faults}
-        num_grown, num_cut = num_grown + ("grow" in kinds), num_cut + ("cut" in kinds)
+        counts.update(
+            {
+                "with copies": schedule.options.run.copies != "0",
+                "with checkpoints": schedule.save_every > 0,
+                "with a growing corpus": "grow" in kinds,
+                "with power cuts": "cut" in kinds,
+                "with joins later": bool(schedule.joins_s) or "join" in kinds,
+                "with clocks that differ": schedule.clocks_differ,
+            }
+        )
         try:
             signal.setitimer(signal.ITIMER_VIRTUAL, SEED_LIMIT_S)
             outcome = simulate(seed, schedule, listen=seen.listen)
+            sources += seen.sources
+            counts += seen.counted
+            ends[outcome.end.error or outcome.end.message.split(":")[0]] += 1
+            counts.update({f"of submissions: {what}": number for what, number in random_terms(seed).items()})
         except (AssertionError, ElasticRingError) as error:
-            failed.append(seed)
-            print(f"seed {seed}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
-            continue
-        num_events += outcome.num_events
-        sources += seen.counted
-        ends[outcome.end.error or outcome.end.message.split(":")[0]] += 1
-    print(f"{num_schedules} schedules, {num_copied} with copies, {num_stored} with checkpoints, {num_events} decisions")
-    print(f"a corpus grows in {num_grown} of them, the power goes in {num_cut}")
-    print(f"recoveries from: {dict(sources.most_common())}; ends: {dict(ends.most_common())}")
-    if failed:
-        print(f"{len(failed)} FAILED; look closer: python benchmarks/recovery/sim_core.py --replay {failed[0]}")
-    return 1 if failed else 0
+            broken.append(f"seed {seed}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            results.show(broken[-1])
+        if (seed + 1 - first) % 1000 == 0:
+            print(f"{seed + 1 - first} schedules, {len(broken)} broken", file=sys.stderr, flush=True)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+    took_s = time.process_time() - began_s
+    text = f"seeds {first} to {last}, each a run and a storage that submissions share: {took_s:.0f} s of CPU time\n"
+    text += results.table(("what", "number"), sorted(counts.items())) + "\n"
+    text += f"recoveries from: {dict(sources.most_common())}; ends: {dict(ends.most_common())}\n"
+    text += results.verdict(broken, "no invariant broken")
+    results.show(text)
+    if is_saved:
+        figures = {"counts": counts, "sources": sources, "ends": ends, "broken": broken}
+        results.save("recovery", f"sim_core-{first}-{last}", text, figures)
+    if broken:
+        results.show(f"look closer: python benchmarks/recovery/sim_core.py --replay {broken[0].split()[1].rstrip(':')}")
+    return 1 if broken else 0
 
 
 def _endless(number: int, frame: object) -> None:
     raise Endless(f"not at its end after {SEED_LIMIT_S} s of CPU time")
 
 
-class _Sources:
-    """Where the state came from in each recovery that a run completed."""
+class _Seen:
+    """What there was in one run, and where the state came from in each recovery that it completed."""
 
     def __init__(self) -> None:
-        self.counted: collections.Counter[str] = collections.Counter()
+        self.sources, self.counted = collections.Counter[str](), collections.Counter[str]()
 
     def listen(self, now: float, term: int, event: Event, decision: coordination.Decision) -> None:
+        self.counted["decisions"] += 1
+        self.counted["nodes that join"] += isinstance(event, NodeJoined)
+        self.counted["coordinators"] += isinstance(event, CoordinatorStarted)
+        self.counted["moves apart"] += decision.state.moved_at == now
         change = decision.state.last_change
         if change is not None and change.resumed_at == now and change.previous_mesh is not None and change.lost:
-            self.counted[change.source] += 1
+            self.sources[change.source] += 1
 
 
 def show(seed: int) -> int:
-    schedule = faults.random_schedule(seed)
+    schedule = faults.schedule_with_edges(seed)
     print(f"seed: {seed}")
-    for name in ("options", "nodes", "gpus", "faults", "lost", "doubled", "save_every"):
+    for name in ("options", "nodes", "gpus", "joins_s", "clocks_differ", "faults", "lost", "doubled", "save_every"):
         print(f"{name}: {getattr(schedule, name)}")
 
     def listen(now: float, term: int, event: Event, decision: coordination.Decision) -> None:

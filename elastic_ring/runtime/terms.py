@@ -9,13 +9,13 @@ import json
 import logging
 import os
 import re
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from secrets import token_hex
 from typing import cast
 
 from elastic_ring.config import RunConfig
@@ -51,6 +51,7 @@ class Terms:
         """`excludes`: whether the storage keeps two writers of one name apart, as the driver has tried."""
         self._storage = Storage(run.storage_uri, excludes, run.timeouts.storage_s)
         self._read: dict[int, TermClaim] = {}
+        self._last: int | None = None  # the largest term that was ever seen, void ones too
 
     def open(self) -> Terms:
         self._storage.open(write=False)
@@ -73,12 +74,15 @@ class Terms:
         newest = newest or self.newest()
         at_own = newest
         if newest.term <= own.term:
-            self._read.pop(own.term, None)  # never from memory: its file may be removed and written anew
-            with suppress(FileNotFoundError):
-                at_own = self._claim_of(own.term) if self._storage.exists(_name(own.term)) else NOBODY
+            at_own = self._claim_now(own.term)
             if at_own == NOBODY and not any(map(self._storage.exists, (JOURNAL_NAME, CURRENT))):
                 raise StorageFailed(f"{run.storage_uri} has neither this run's journal nor its term")
         refuse_if_replaced(run.name, run.storage_uri, own, newest, at_own=at_own)
+
+    def _claim_now(self, term: int) -> TermClaim:
+        """Never from memory: the file may be removed and written anew."""
+        self._read.pop(term, None)
+        return self._claim_of(term) if self._storage.exists(_name(term)) else NOBODY
 
     def _claim_of(self, term: int) -> TermClaim:
         if term not in self._read:
@@ -91,23 +95,23 @@ class Terms:
                 self._read[term] = TermClaim(term)
         return self._read[term]
 
-    def claim(self, attempt: str, above: int = 0) -> TermClaim:
-        """Claim the next term, above the term `above` too: create a file that only one process can create."""
-        claimed, withdrawn = self._listed()
-        term, host = max([*claimed, *withdrawn], default=0), socket.gethostname()
-        term = max(term, above)
-        while True:
-            term += 1
-            # No two may write the same, where the storage does not exclude.
-            now_s, claim_id = time.time(), secrets.token_hex(8)
-            claim = {"attempt": attempt, "host": host, "unix_s": now_s, "id": claim_id}
-            if self._storage.create(_name(term), json.dumps(claim).encode()):
-                self._read[term] = TermClaim(term, attempt, host, claim_id, since(now_s))
-                return self._read[term]
+    def claim(self, attempt: str, above: int = 0) -> TermClaim | None:
+        """Claim the term after those of the last look and `above`: create a file that only one process can create. None
+        if another process has."""
+        if self._last is None:
+            self._listed()
+        term, host, now_s, claim_id = 1 + max(self._last or 0, above), socket.gethostname(), time.time(), token_hex(8)
+        # No two may write the same, where the storage does not exclude.
+        claim = {"attempt": attempt, "host": host, "unix_s": now_s, "id": claim_id}
+        if not self._storage.create(_name(term), json.dumps(claim).encode()):
+            return None
+        self._last, self._read[term] = term, TermClaim(term, attempt, host, claim_id, since(now_s))
+        return self._read[term]
 
     def withdraw(self, own: TermClaim) -> None:
-        """Void this process's own claim."""
-        self._storage.create(f"{_name(own.term)}{WITHDRAWN}", json.dumps({"id": secrets.token_hex(8)}).encode())
+        """Void this process's own claim, unless its number is another's by now."""
+        if self._claim_now(own.term) == own:
+            self._storage.create(f"{_name(own.term)}{WITHDRAWN}", json.dumps({"id": token_hex(8)}).encode())
 
     def follows(self, term: int) -> bool:
         """Whether a later term is claimed, by one look at a folder. False for other storages, which answer later."""
@@ -127,6 +131,7 @@ class Terms:
         """The terms that are claimed, and those that are withdrawn."""
         matches = [_NAME.fullmatch(name.rpartition("/")[2]) for name, _ in self._storage.names(FOLDER, recursive=False)]
         numbers = [(int(match[1]), bool(match[2])) for match in matches if match]
+        self._last = max([self._last or 0, *(term for term, _ in numbers)])
         return [term for term, is_void in numbers if not is_void], {term for term, is_void in numbers if is_void}
 
 

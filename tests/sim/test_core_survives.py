@@ -25,7 +25,7 @@ from tests.sim.simulator.worker import SimWorker
 from tests.sim.truth import World, simulate
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(100, 500, 100))])
+@pytest.mark.parametrize("first", [0, 100, 200, *(pytest.param(first, marks=pytest.mark.slow) for first in (300, 400))])
 def test_every_random_schedule_keeps_the_invariants_and_ends(first: int) -> None:
     ends = [simulate(seed).end for seed in range(first, first + 100)]
     finished = [end for end in ends if end.message == "all steps committed"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
 from tests.sim import sim_terms
 from tests.sim.invariants import InvariantBroken
-from tests.sim.sim_terms import BOUND_S, TermWorld
+from tests.sim.sim_terms import BOUND_S, TermWorld, random_terms
 
 FROZEN_S = (0.2, 3.0, 30.0)
 
@@ -84,6 +85,34 @@ def test_whenever_the_claims_are_removed_at_most_one_commits_and_a_later_submiss
         world.run_until(60.0)
         world.check_end()
         assert [one.attempt for one in world.submissions if not one.stopped] == ["last"]
+
+
+def test_random_submissions_whose_claims_vanish_and_whose_clocks_differ_leave_at_most_one() -> None:
+    facts = sum((random_terms(seed) for seed in range(300)), Counter[str]())
+    assert min(facts[what] for what in ("submit", "freeze", "restart", "purge", "refused")) > 200
+    assert facts["late"] > 0
+
+
+@pytest.mark.parametrize(
+    "defect", ["nobody looks at its own claim", "nobody watches the status", "the journal is anyones"]
+)
+def test_random_submissions_find_a_defect(monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
+    if defect == "nobody looks at its own claim":
+        refuse = sim_terms.refuse_if_replaced
+        monkeypatch.setattr(sim_terms, "refuse_if_replaced", lambda *facts, **own: refuse(*facts))
+    elif defect == "nobody watches the status":
+        monkeypatch.setattr(sim_terms, "WATCHED_S", 0.0)
+    else:
+        monkeypatch.setattr(sim_terms.Submission, "read", lambda self, is_restart: None)
+
+    def broken(seed: int) -> bool:
+        try:
+            random_terms(seed)
+        except InvariantBroken:
+            return True
+        return False
+
+    assert any(map(broken, range(300)))
 
 
 @pytest.mark.parametrize("defect", ["nobody looks", "late ones count"])

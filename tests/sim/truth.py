@@ -8,7 +8,7 @@ from elastic_ring.control.state import Closing, Ended, Forming, State, membershi
 from tests.sim.copies_truth import check_no_copy, check_step_back
 from tests.sim.invariants import require, sharing
 from tests.sim.simulator import simulate as simulator
-from tests.sim.simulator.faults import Schedule, random_schedule
+from tests.sim.simulator.faults import Schedule, schedule_with_edges
 from tests.sim.simulator.simulate import Listener, Outcome
 from tests.sim.simulator.worker import SimWorker
 
@@ -24,7 +24,7 @@ class World(simulator.World):
 
     def judge(self, before: State, after: State, commands: tuple[Command, ...]) -> None:
         check_decision(self, before, after, commands)
-        shared, membership = sharing(after, self.now), (after.term, after.generation)
+        shared, membership = sharing(after, self.clock), (after.term, after.generation)
         if (shared, membership) != self.shared[:2]:
             self.shared = shared, membership, self.now
         limit_s = MOVED_AGAIN_S if after.moved_at is not None else MOVED_S
@@ -41,7 +41,7 @@ def simulate(
 
     Raises: InvariantBroken, NotFinished, and whatever the control core raises.
     """
-    world = World(seed, schedule or random_schedule(seed), listen)
+    world = World(seed, schedule or schedule_with_edges(seed), listen)
     world.begin()
     return world.finish(limit_s)
 

@@ -19,7 +19,7 @@ LONGEST_TURN_S = 5.0
 
 Action = Literal["look", "read", "claim", "withdraw"]
 """Requests of `begin`: the newest claim that stands; reading the run's records, which raises if they refuse the start;
-a claim of the next term; a withdrawal of that claim."""
+a claim of the term after those that were seen, None if somebody has it; a withdrawal of that claim."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,15 @@ def begin(run: str, place: str, attempt: str, *, has_claimed: bool) -> Generator
     `has_claimed`: an earlier coordinator of this submission has claimed a term, which may have been replaced since.
     Raises, beside what the actions raise, as `refuse_if_replaced`; a claim whose owner is refused is withdrawn first.
     """
-    newest = yield "look"
-    if has_claimed and newest.attempt != attempt and newest.term:
-        refuse_if_replaced(run, place, TermClaim(0, attempt), newest)
-    yield "read"
-    own: TermClaim = yield "claim"
+    own: TermClaim | None = None
+    seen = 0 if has_claimed else None
+    while own is None:  # a process may be frozen before its claim, which must not replace one that it has not seen
+        newest: TermClaim = yield "look"
+        if seen is not None and newest.attempt != attempt and newest.term > seen:
+            refuse_if_replaced(run, place, TermClaim(0, attempt), newest)
+        seen = newest.term if seen is None else seen
+        yield "read"
+        own = yield "claim"
     try:
         yield "read"
         refuse_if_replaced(run, place, own, (yield "look"))

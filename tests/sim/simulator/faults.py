@@ -43,6 +43,9 @@ SPIKES = ("spike",)
 HELD = ("flip", "lose-copies", "flip-in-transfer")
 """What happens to copies in memory and on their way."""
 
+JOINS_S = (0.1, 2.0, 4.0, 12.0)
+"""Agents connect at once, one after the other, and later than a start waits for them."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -50,7 +53,8 @@ class Schedule:
 
     `nodes`: how many workers fit on each; `gpus`: how many GPUs each has, none given where nothing limits members.
     `save_every`: steps between checkpoints, 0 for none. `num_zones`: failure domains of the nodes, 0 if nobody says.
-    `spot`: the share of spot machines among them.
+    `spot`: the share of spot machines among them. `joins_s`: after how long the agent of each node has connected; at
+    once if empty. `clocks_differ`: those of the hosts on which coordinators run.
     """
 
     options: ControlOptions
@@ -63,6 +67,8 @@ class Schedule:
     save_every: int = 0
     num_zones: int = 0
     spot: float = 0.0
+    joins_s: tuple[float, ...] = ()
+    clocks_differ: bool = False
 
 
 def random_schedule(seed: int) -> Schedule:
@@ -131,6 +137,14 @@ def random_schedule(seed: int) -> Schedule:
     spikes = random.Random(f"spikes of {seed}")
     has_sources = schedule.save_every or schedule.options.run.copies != "0"
     return _with_spikes(schedule, spikes) if spikes.random() < (0.2 if has_sources else 0.01) else schedule
+
+
+def schedule_with_edges(seed: int) -> Schedule:
+    """`random_schedule`, where agents connect at times of their own and hosts have clocks of their own."""
+    schedule, rng = random_schedule(seed), random.Random(f"joins and clocks of {seed}")
+    if rng.random() < 0.4:
+        schedule = replace(schedule, joins_s=tuple(rng.choice(JOINS_S) * rng.random() for _ in schedule.nodes))
+    return replace(schedule, clocks_differ=rng.random() < 0.5)
 
 
 def _with_gpus(schedule: Schedule, rng: random.Random) -> Schedule:

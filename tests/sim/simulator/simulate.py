@@ -49,6 +49,9 @@ from tests.sim.simulator.faults import Schedule
 from tests.sim.simulator.storage import SimStorage
 from tests.sim.simulator.worker import Group, SimWorker
 
+AHEAD_S = (0.0, 3540.0, 3598.0, 3600.0, 3602.0, 3660.0, 7200.0)
+"""By how much the clocks of coordinators' hosts differ."""
+
 
 class NotFinished(AssertionError):
     """The run does not end, although faults have stopped and there is capacity."""
@@ -56,13 +59,15 @@ class NotFinished(AssertionError):
 
 @dataclass
 class Coordinator:
-    """`journal` is what it read and wrote. `newest` is asked before commands leave, as the real one does."""
+    """`journal` is what it read and wrote. `newest` is asked before commands leave, as the real one does. `ahead_s`: of
+    its host's clock; the next one may run on another host."""
 
     state: State
     term: int
     journal: list[str] = field(default_factory=list)
     alive: bool = True
     tick_at: float | None = None
+    ahead_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,13 +89,14 @@ class World:
     def __init__(self, seed: int, schedule: Schedule, listen: Listener | None = None) -> None:
         self.seed, self.schedule, self.options = seed, schedule, schedule.options
         self.listen = listen
-        self.random = random.Random(seed * 7919 + 1)
+        self.random, self.clocks = random.Random(seed * 7919 + 1), random.Random(f"hosts' clocks of {seed}")
         self.now, self.num_events = 0.0, 0
         self.end: EndRun | None = None
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
         self.workers: dict[str, SimWorker] = {}
         self.nodes: dict[str, int] = {}
+        self.leaving: dict[str, float] = {}  # when nodes with a drain notice go
         self.gpus: dict[str, int] = {}
         self.joined_at = 0.0  # what is told of one node comes in its order: the newest word holds
         self.groups: dict[tuple[int, int], Group] = {}
@@ -117,7 +123,8 @@ class World:
         """The first coordinator, the nodes and the schedule's faults."""
         self._start_coordinator(coordination.initial(self.options), [])
         for index, slots in enumerate(self.schedule.nodes):
-            self._join(slots, self.schedule.gpus[index] if self.schedule.gpus else None)
+            delay_s = self.schedule.joins_s[index] if self.schedule.joins_s else 0.0
+            self._join(slots, self.schedule.gpus[index] if self.schedule.gpus else None, delay_s)
         self.advance(self.coordinators[-1], NodesListed("n", tuple(self.nodes)))
         for at, kind in self.schedule.faults:
             self.later(at, lambda kind=kind: self.fault(kind))  # type: ignore[misc]
@@ -182,48 +189,62 @@ class World:
         if reliable and (not alive or alive[-1] is not self.coordinators[-1]):
             self.unheard.append(event)
         for coordinator in alive:
-            self.advance(coordinator, event)
+            self.advance(coordinator, self._by_its_clock(coordinator, event))
+
+    def _by_its_clock(self, coordinator: Coordinator, event: Event) -> Event:
+        """An agent says in how many seconds its node goes, and the node monitor counts from now on."""
+        if isinstance(event, NodeDraining):
+            return replace(event, leaves_at=event.leaves_at + coordinator.ahead_s)
+        return event
+
+    @property
+    def clock(self) -> float:
+        """The deciding coordinator's."""
+        return self.now + self.coordinators[-1].ahead_s
 
     # ------------------------------------------------------------ coordinators
 
     def _start_coordinator(self, state: State, journal: list[str], term: int = 0) -> Coordinator:
-        coordinator = Coordinator(state, max(term, state.term + 1), list(journal))
+        ahead_s = self.clocks.choice(AHEAD_S) if self.schedule.clocks_differ else 0.0
+        coordinator = Coordinator(state, max(term, state.term + 1), list(journal), ahead_s=ahead_s)
         self.coordinators.append(coordinator)
         self.advance(coordinator, CoordinatorStarted("c", coordinator.term))
+        for node, leaves_at in self.leaving.items() if ahead_s else ():
+            self.tell(NodeDraining("n", node, leaves_at), reliable=True)
         if self.storage.stored:
             self.storage.tell()
         self.corpus.watched_by(coordinator)
         unheard, self.unheard = self.unheard, []
         for event in unheard:
-            self.advance(coordinator, event)
+            self.advance(coordinator, self._by_its_clock(coordinator, event))
         return coordinator
 
     def advance(self, coordinator: Coordinator, event: Event) -> None:
         if self.end is not None:
             return
         self.num_events += 1
-        before = coordinator.state
-        decision = coordination.advance(before, event, self.now)
+        before, now = coordinator.state, self.now + coordinator.ahead_s
+        decision = coordination.advance(before, event, now)
         if self.listen is not None:
-            self.listen(self.now, coordinator.term, event, decision)
+            self.listen(now, coordinator.term, event, decision)
         invariants.check(before, event, decision)
         newest = coordinator is self.coordinators[-1]
         if newest:
             self.judge(before, decision.state, decision.commands)
         coordinator.state = decision.state
         if decision.state is not before or decision.commands:
-            coordinator.journal.append(json.dumps(coordination.journal_line(event, decision, self.now)))
+            coordinator.journal.append(json.dumps(coordination.journal_line(event, decision, now)))
         if newest:
             self._gone_back(before, decision.commands)
             for command in decision.commands:
                 self._send(command)
         due = coordination.next_deadline(decision.state)
-        if isinstance(event, Tick) and due is not None and due <= self.now:
-            late = f"the deadline of {due:g} s is still there after a tick at {self.now:g} s: it would tick without end"
+        if isinstance(event, Tick) and due is not None and due <= now:
+            late = f"the deadline of {due:g} s is still there after a tick at {now:g} s: it would tick without end"
             raise NotFinished(f"seed {self.seed}: {late}\n{decision.reason}")
         if due is not None and (coordinator.tick_at is None or due < coordinator.tick_at):
             coordinator.tick_at = due
-            self.later(max(0.0, due - self.now) + 1e-6, lambda: self._tick(coordinator, due))
+            self.later(max(0.0, due - now) + 1e-6, lambda: self._tick(coordinator, due))
 
     def _gone_back(self, before: State, commands: tuple[Command, ...]) -> None:
         order = next((command for command in commands if isinstance(command, Build)), None)
@@ -261,6 +282,7 @@ class World:
             worker.alive = False
             worker._abort("gone")
         self.nodes.clear()
+        self.leaving.clear()
         self.gpus.clear()
         self.unheard.clear()
         self.healthy_reports = set()
@@ -329,13 +351,19 @@ class World:
 
     # ------------------------------------------------------------ faults
 
-    def _join(self, slots: int, gpus: int | None = None) -> None:
+    def _join(self, slots: int, gpus: int | None = None, delay_s: float = 0.0) -> None:
+        """`delay_s`: until its agent has connected; Ray lists it before."""
         name = f"n{len(self.nodes)}.{next(self.order)}"
         self.nodes[name] = slots
         self.joined_at = self.now
         if gpus is not None:
             self.gpus[name] = gpus
-        self.tell(NodeJoined("n", name, slots, gpus, *self._place_of(name)), reliable=True)
+        joined = NodeJoined("n", name, slots, gpus, *self._place_of(name))
+        if delay_s:
+            connect = self._of_this_submission(lambda: name in self.nodes and self.tell(joined, reliable=True))
+            self.later(delay_s, connect)
+        else:
+            self.tell(joined, reliable=True)
 
     def _place_of(self, node: str) -> tuple[tuple[str, ...], bool]:
         """The failure domains of a node, and whether it is reserved."""
@@ -420,10 +448,12 @@ class World:
     def _node_fault(self, kind: str, node: str) -> None:
         if kind == "drain-node":
             leaves_s = self.random.uniform(2, 10)
+            self.leaving[node] = self.now + leaves_s
             self.tell(NodeDraining("n", node, self.now + leaves_s), reliable=True)
             self.later(leaves_s, lambda: self._node_fault("kill-node", node))
         elif node in self.nodes:
             del self.nodes[node]
+            self.leaving.pop(node, None)
             for worker in [w for w in self.workers.values() if w.node == node and w.alive]:
                 worker.alive = False
                 worker._abort("gone")

@@ -53,11 +53,23 @@ def test_terms_count_up_past_gaps_strangers_and_claims_that_are_void(tmp_path):
     assert Terms(of(tmp_path)).newest().attempt == "b"
 
 
+def test_a_number_that_somebody_has_claimed_since_the_look_is_not_claimed_and_not_voided(tmp_path):
+    """The claims were removed in between, so that two submissions have held the same number."""
+    first, second = Terms(of(tmp_path)), Terms(of(tmp_path))
+    own = first.claim("a")
+    shutil.rmtree(tmp_path / "terms")
+    assert second.claim("b").term == own.term == 1
+    first.withdraw(own)
+    assert files(tmp_path) == ["000001"]
+    assert (first.claim("a").term, second.claim("b")) == (2, None)
+
+
 def test_processes_that_claim_at_once_never_share_a_term(tmp_path):
     script = (
         "import json, sys\nfrom elastic_ring.config import RunConfig\nfrom elastic_ring.runtime.terms import Terms\n"
         "terms = Terms(RunConfig('run', run_dir=sys.argv[1]))\nsys.stdin.readline()\n"
-        "print(json.dumps([terms.claim('a').term for _ in range(30)]))\n"
+        "claims = [terms.newest() and terms.claim('a') for _ in range(30)]\n"
+        "print(json.dumps([claim.term for claim in claims if claim]))\n"
     )
     claimers = [
         subprocess.Popen(
@@ -70,7 +82,8 @@ def test_processes_that_claim_at_once_never_share_a_term(tmp_path):
         claimer.stdin.write("go\n")
         claimer.stdin.flush()
     claimed = [json.loads(claimer.communicate()[0]) for claimer in claimers]
-    assert sorted(term for terms in claimed for term in terms) == list(range(1, 61))
+    assert sorted(term for terms in claimed for term in terms) == list(range(1, 1 + sum(map(len, claimed))))
+    assert min(map(len, claimed)) > 0
 
 
 def test_a_coordinator_of_a_lost_run_that_is_started_again_claims_nothing(tmp_path):
@@ -204,6 +217,15 @@ def begins_beside_it(folder: Path, lose: Callable[[Path], object]) -> None:
     open_run(run_spec(folder, "a"), terms, is_restart=False, remaining=none, clear=none)
 
 
+def claims_after_it(folder: Path, lose: Callable[[Path], object]) -> None:
+    """Frozen between its look and its claim."""
+    terms, none = Terms(of(folder)), list[str]
+    terms.claim("before")
+    claim = terms.claim
+    terms.claim = lambda *claimed, **above: (lose(folder), claim(*claimed, **above))[1]  # type: ignore[method-assign]
+    open_run(run_spec(folder, "a"), terms, is_restart=False, remaining=none, clear=none)
+
+
 def loses_its_coordinator(folder: Path, lose: Callable[[Path], object]) -> None:
     link = CoordinatorLink(of(folder), "127.0.0.1:1", "a")
     link._own = replace(Terms(of(folder)).claim("a"), host="", id="")
@@ -225,7 +247,9 @@ WAYS = (is_told_by_its_watch, is_started_again, loses_its_coordinator, ends_as_i
 LOSSES = (takes_it, purges, purges_and_takes_it)
 
 
-@pytest.mark.parametrize(("way", "lose"), [(begins_beside_it, takes_it), *itertools.product(WAYS, LOSSES)])
+@pytest.mark.parametrize(
+    ("way", "lose"), [(begins_beside_it, takes_it), (claims_after_it, takes_it), *itertools.product(WAYS, LOSSES)]
+)
 def test_whichever_way_a_run_loses_its_term_it_ends_with_3_and_one_line_of_host_term_time_and_the_way_out(
     tmp_path, monkeypatch, capsys, way, lose
 ):
