@@ -121,7 +121,7 @@ class TensorBoard(Tracker):
                 elif name in points:
                     points[name].append((step, value))
         # Two drivers may open files within one second, and those of one name would overwrite each other.
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=self._folder is not None, exist_ok=True)  # never a run's folder that was moved away
         _library("tensorboardX")
         # Not SummaryWriter: its flush leaves what a thread has not yet taken from a queue, which a kill then loses.
         files = importlib.import_module("tensorboardX.event_file_writer")

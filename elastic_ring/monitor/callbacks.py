@@ -6,7 +6,6 @@ attaches later goes on from there. This file collects what callbacks want; the c
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
@@ -35,6 +34,7 @@ from elastic_ring.monitor.metrics import (
     read_status,
     write_json,
 )
+from elastic_ring.state.storage.local_files import has_locks
 
 log = logging.getLogger(__name__)
 
@@ -433,6 +433,7 @@ class CallbackDelivery:
         self._record: Record = _empty_record("", run.name)
         self._listeners: list[_Listener] = []
         self._lock: int | None = None
+        self._refused: int | None = None  # the number of the last error of the run's folder
         self._has_reported_other = False
 
     def __enter__(self) -> CallbackDelivery:
@@ -496,9 +497,16 @@ class CallbackDelivery:
         """Whether this driver is the one that delivers."""
         if self._lock is not None:
             return True
-        descriptor = os.open(self._run.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            descriptor = os.open(self._run.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            self._report(error)
+            return False
+        try:
+            if not has_locks(descriptor):
+                log.warning(
+                    "%s: its file system has no locks (flock): a second driver repeats events", self._run.folder
+                )
         except BlockingIOError:
             os.close(descriptor)
             if not self._has_reported_other:
@@ -527,8 +535,18 @@ class CallbackDelivery:
             self._record["granted"] = None
 
     def _save(self) -> None:
-        write_json(self._run.folder / CALLBACKS_NAME, self._record)
         self._is_kept = False
+        try:
+            write_json(self._run.folder / CALLBACKS_NAME, self._record)
+            self._refused = None
+        except OSError as error:
+            self._report(error)
+
+    def _report(self, error: OSError) -> None:
+        if self._refused != error.errno:
+            text = "cannot record what callbacks received, which a driver after this one repeats"
+            log.warning("%s: %s: %s", self._run.folder, text, error.strerror)
+        self._refused = error.errno
 
 
 def end_of(folder: Path) -> str:

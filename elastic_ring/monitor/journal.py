@@ -75,7 +75,6 @@ class Journal:
     def open(self, after: Place | None = None) -> Journal:
         """Create the file, or truncate an incomplete last line of a crashed writer. The lines before `after`, if given,
         are read already. Raises: JournalDamaged."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         created, whole_bytes = not self.path.exists(), 0
         if not created:
             with opened(self.path) as file:

@@ -7,6 +7,7 @@ is in `plot`, the live progress line in `progress`.
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -198,8 +199,15 @@ def _state_line(folder: Path, status: StatusFile, summary: SummaryFile, now: flo
     state = f"run {name}: {status.get('phase', 'running')}"
     age_s = _status_age_s(status, now)
     if age_s > _STALE_S:
-        return f"{state}, but no news for {age_s:.0f} s: its coordinator is gone or stuck"
+        return f"{state}, but no news for {age_s:.0f} s: its coordinator {_waits_for_disk(folder)}is gone or stuck"
     return f"{state}, news of {max(0.0, age_s):.1f} s ago"
+
+
+def _waits_for_disk(folder: Path) -> str:
+    """What a coordinator may wait for that cannot write its status; empty where this host could."""
+    disk = os.statvfs(folder)
+    fault = "is read-only" if disk.f_flag & os.ST_RDONLY else "is full" if not disk.f_bavail else ""
+    return f"waits for the disk, which {fault}, or " if fault else ""
 
 
 def _status_age_s(status: StatusFile, now: float) -> float:

@@ -27,6 +27,7 @@ from elastic_ring.monitor.metrics import CONFIG_NAME, JOURNAL_NAME, METRICS_NAME
 from elastic_ring.state.checkpoints import FOLDER as CHECKPOINTS
 from elastic_ring.state.storage.backend import ignore
 from elastic_ring.state.storage.folder import Storage
+from elastic_ring.state.storage.local_files import OTHER_FILE_SYSTEM, try_calls
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +58,14 @@ def check_writable(folder: Path) -> None:
         if names and not has_checkpoints and not any(name in RECORDS or name.startswith("attempt-") for name in names):
             raise ValueError(f"run_dir={str(folder)!r} holds other files: give a new folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder if folder.is_dir() else folder.parent) as file:
+        there = folder if folder.is_dir() else folder.parent
+        with tempfile.TemporaryFile(dir=there) as file:
             file.write(bytes(FIRST_RECORDS_BYTES))  # a full disk often still accepts an empty file
             file.flush()
+            try_calls(there)
             os.fsync(file.fileno())
+    except StorageFailed as error:
+        raise ValueError(f"run_dir={str(folder)!r}: {error.message}: {OTHER_FILE_SYSTEM}") from error
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise ValueError(

@@ -53,7 +53,7 @@ from elastic_ring.control.messages import (
     from_json,
 )
 from elastic_ring.control.phases import awaits_newest, is_newest_answer
-from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, waiting_for
+from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, members, phase_name, waiting_for
 from elastic_ring.errors import IllegalTransition, JournalDamaged, OtherFormat, RunFailed, StaleMessage, TermLost
 from elastic_ring.monitor.goodput import Stages
 from elastic_ring.runtime.agent.messages import Death, Said
@@ -548,6 +548,8 @@ class Decider:
         now, before = self.clock(), self.state
         decision: Decision = advance(before, event, now)
         self.state = decision.state
+        is_training = isinstance(self.state.phase, Running)
+        self.storage_wait.stands_since = "" if is_training else f"the run is {phase_name(self.state)}"
         if not isinstance(event, Tick) or decision.commands or decision.state is not before:
             # What leads to no command need not be on disk yet: the next line that does takes it along.
             self.storage.journal.append(journal_line(event, decision, now), sync=bool(decision.commands))
@@ -584,6 +586,8 @@ class Decider:
         if isinstance(message, NodeBeat) and self.storage_wait.is_waiting:
             self.node_monitor.echo(message.node)  # for the deciding thread, which is no hang
             return
+        if isinstance(message, Death) and message.worker in members(self.state):
+            self.storage_wait.loses(message.worker)
         self.queue.put(message)
 
     def note(self, note: Fact | Mapping[str, Any]) -> None:
@@ -594,7 +598,7 @@ class Decider:
         self.storage.journal.append({"term": self.storage.watch.own.term, **note})
 
     def _refresh(self) -> None:
-        if self.files.is_status_due():
+        if self.files.is_status_due() and not self.storage.watch.is_away:
             self.read_live()
             with self.storage_wait.declared():
                 self.files.write_status(self.state)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
+from elastic_ring.control.decisions.terms import LOOK_S as TERMS_LOOK_S
+from elastic_ring.control.decisions.terms import Unanswered
 from elastic_ring.control.state import Finishing, Running, State, end_step, members
 from elastic_ring.errors import RunFailed, StaleMessage, StorageFailed, TermLost
 from elastic_ring.monitor.metrics import CheckpointEvent, storage_error
@@ -128,8 +130,14 @@ class Shutdown:
     def _settle(self, end: End) -> End:
         storage, uri = self._decider.storage, self._run.storage_uri
         self._refuse_if_replaced()
+        away, waits = FOLDER_IS_AWAY.format(self._run.folder), Unanswered()
+        while storage.watch.is_away and not end["error"]:
+            if waits.tick(time.monotonic(), is_heard=False) > self._run.checkpoint_config.fail_after_s:
+                break
+            self.report.doing(f"{away}: waits until it is put back")
+            time.sleep(TERMS_LOOK_S)
+            self._refuse_if_replaced()
         if storage.watch.is_away and not end["error"]:
-            away = FOLDER_IS_AWAY.format(self._run.folder)
             message = f"{away}. Put it back and submit again: it goes on from its newest checkpoint"
             end = {**end, "error": "StorageFailed", "message": message, "facts": {}}
         self.report.doing(f"the last checkpoint's manifest, and clearing up, in {uri}")

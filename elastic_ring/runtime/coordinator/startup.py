@@ -125,7 +125,6 @@ def open_run(
     has_claimed = is_restart and terms.has_claimed(run_spec.attempt)
     steps = begin(run.name, run.storage_uri, run_spec.attempt, has_claimed=has_claimed)
     claim = _carry_out(steps, terms, run_spec.attempt, reading)
-    folder.mkdir(parents=True, exist_ok=True)  # not before: a folder that was moved away must not seem to be there
     if reading.is_own:
         return Startup(claim, reading.num_written, tuple(reading.lines))
     # Actors of a dead coordinator would use the resources that this run needs.
@@ -187,6 +186,8 @@ def _carry_out(steps: Generator[Action, Any, TermClaim], terms: Terms, attempt: 
                     case "look":
                         answer = terms.newest()
                     case "claim":
+                        if not reading.lines:  # else the folder is there, or was moved away meanwhile
+                            reading.folder.mkdir(parents=True, exist_ok=True)
                         # The journal knows terms whose claims were removed.
                         newest = max((line.get("term", 0) for line in reading.lines), default=0)
                         answer = own = terms.claim(attempt, above=newest)
@@ -208,7 +209,7 @@ class _Reading:
     """The run's journal as it was last read."""
 
     def __init__(self, run_spec: RunSpec, refuse: Callable[[Sequence[JournalLine]], None]) -> None:
-        self._run_spec, self._refuse = run_spec, refuse
+        self._run_spec, self._refuse, self.folder = run_spec, refuse, run_spec.run.folder
         self.num_written = 0
         self.damaged: list[Flaw] = []
         self.lines: list[JournalLine] = []
@@ -217,8 +218,8 @@ class _Reading:
     def read(self) -> None:
         """Raises as `refuse_to_begin`, where the journal is not this attempt's; JournalDamaged where it is."""
         run_spec = self._run_spec
-        path = run_spec.run.folder / JOURNAL_NAME
-        run_storage.fetch(run_spec.run, run_spec.run.folder, keep_longer=True)
+        path = self.folder / JOURNAL_NAME
+        run_storage.fetch(run_spec.run, self.folder, keep_longer=True)
         with suppress(FileNotFoundError):
             path.stat()  # any other error: its storage is away
         written, self.damaged = salvage_file(path)

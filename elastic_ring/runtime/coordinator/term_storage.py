@@ -41,6 +41,8 @@ class StorageWait:
         self._since_s: float | None = None
         self._gives_up = threading.Event()
         self.tell: Callable[[str], None] = ignore
+        self.stands_since = ""
+        """Why training stands until the thread has decided; empty while it goes on."""
 
     @property
     def is_waiting(self) -> bool:
@@ -51,6 +53,17 @@ class StorageWait:
     def give_up(self) -> None:
         """The run is to end: the next attempt is the last."""
         self._gives_up.set()
+
+    def meanwhile(self) -> str:
+        """What training does while no decision can be journalled."""
+        until = f"until it can be written, for at most {self._limit_s:g} s (checkpoint.fail_after_s)"
+        return f"training stands {until}: {self.stands_since}" if self.stands_since else "training goes on"
+
+    def loses(self, member: str) -> None:
+        """A member was lost. Called by other threads: while this one waits, no decision follows."""
+        if self.is_waiting and not self.stands_since:
+            self.stands_since = f"{member} was lost"
+            self.tell(f"the run's folder cannot be written; {self.meanwhile()}")
 
     @contextmanager
     def declared(self) -> Iterator[None]:
@@ -72,7 +85,7 @@ class StorageWait:
     ) -> T:
         """As `Retries`."""
         with self.declared():
-            retries = Retries(self._limit_s, lambda text: self.tell(f"the run's folder {text}; training goes on"))
+            retries = Retries(self._limit_s, lambda text: self.tell(f"the run's folder {text}; {self.meanwhile()}"))
             return retries(attempt, lambda error: self._gives_up.is_set() or is_final(error), before_next)
 
 

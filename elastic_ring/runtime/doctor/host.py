@@ -30,6 +30,7 @@ from elastic_ring.runtime.groups import nccl
 from elastic_ring.runtime.groups.transport import RendezvousStore, StoreAddress
 from elastic_ring.runtime.worker.env_fingerprint import versions
 from elastic_ring.state.storage.folder import Storage
+from elastic_ring.state.storage.local_files import has_locks
 
 CLAIM = "claim"
 NUM_THREADS = 32
@@ -66,7 +67,11 @@ def write_and_claim(uri: str, host: str, timeout_s: float) -> dict[str, bool]:
     storage.replace(_file_of(host), host.encode())
     if (content := storage.read(_file_of(host))) != host.encode():
         raise ValueError(f"{storage.at(_file_of(host))}: {len(content)} other bytes came back than were written")
-    return {"won": storage.create(CLAIM, host.encode()), "excludes": storage.excludes}
+    answer = {"won": storage.create(CLAIM, host.encode()), "excludes": storage.excludes, "locks": True}
+    if storage.is_local:  # as drivers lock their callbacks
+        with open(storage.at(_file_of(host))) as file:
+            answer["locks"] = has_locks(file.fileno())
+    return answer
 
 
 def unseen(uri: str, hosts: list[str], timeout_s: float) -> list[str]:

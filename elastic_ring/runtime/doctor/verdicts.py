@@ -201,8 +201,8 @@ def errors(
 
 
 def storage(answers: Mapping[str, Mapping[str, bool]], missing: Mapping[str, Sequence[str]], uri: str) -> list[Finding]:
-    """`answers`: of each host that wrote, with `won`, whether it made the file that only one may make, and `excludes`;
-    `missing`: by host, the hosts whose file it does not see."""
+    """`answers`: of each host that wrote, with `won`, whether it made the one file that only one may make,
+    `excludes` and `locks`; `missing`: by host, the hosts whose file it does not see."""
     way_out = "Give a storage_path that is the same place on all hosts: a shared file system, or s3://bucket/prefix"
     findings = [
         Finding("storage", "failure", f"does not see what {few(absent, NUM_NAMED)} wrote to {uri}", way_out, (host,))
@@ -210,10 +210,15 @@ def storage(answers: Mapping[str, Mapping[str, bool]], missing: Mapping[str, Seq
         if absent
     ]
     num_won = sum(answer["won"] for answer in answers.values())
+    if without := [host for host, answer in answers.items() if not answer["locks"]]:
+        way_out = "Run one driver at a time where callbacks are used, or mount it with locks (Lustre: -o flock)"
+        findings.append(
+            Finding("storage", "warning", f"the file system of {uri} has no locks (flock)", way_out, (*without,))
+        )
     if not all(answer["excludes"] for answer in answers.values()):
         way_out = "Time alone then keeps two coordinators apart; use a store that has If-None-Match"
         findings.append(Finding("storage", "warning", f"{uri} ignores conditional writes", way_out))
-    elif num_won != 1 and answers and not findings:
+    elif num_won != 1 and answers and not any(missing.values()):
         sentence = f"{num_won} of {len(answers)} hosts made the one file"
         way_out = "Mount it without caching of names, or give an object store"
         findings.append(Finding("storage", "failure", sentence, way_out))

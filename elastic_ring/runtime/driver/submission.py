@@ -263,7 +263,7 @@ class Submission:
         if record and (other := rules.other_versions(record.versions, versions(self.scaling.device))):
             log.warning("run %s was recorded with other versions than this submission's: %s", self.run.name, other)
         # The submission that created the coordinator may have died before it wrote the config.
-        if is_own or not (folder / CONFIG_NAME).exists():
+        if is_own or (folder.is_dir() and not (folder / CONFIG_NAME).exists()):
             try:
                 self.write_record()
             except OSError as error:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from elastic_ring.control.messages import Finalize, Finalized, Report, Resumed
+from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.monitor.stamps import Phase, StampWriter
 from elastic_ring.runtime.gpu.cuda_contexts import ContextReleaser
 from elastic_ring.runtime.groups.groups import forget_groups
@@ -142,7 +143,8 @@ class Member:
         parts.stamps.stamp(self.applied, Phase.FINALIZE)
         # A storage that is away is waited for once, here: half of the coordinator's limit for all of it.
         wait_s = run.timeouts.finalize_s / 2
-        storage = Storage(run.storage_uri, timeout_s=wait_s, tell=parts.tell_waiting).open(write=False)
+        storage = Storage(run.storage_uri, timeout_s=wait_s, anchor=JOURNAL_NAME, tell=parts.tell_waiting)
+        storage.open(write=False)
         with translated(parts.now.connector):
             digest = gather_weights(parts.transaction, parts.now.joined, storage)
         parts.stamps.stamp(self.applied, Phase.IDLE)

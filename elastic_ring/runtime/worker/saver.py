@@ -22,6 +22,7 @@ from elastic_ring.control.decisions.detectors import FIRST_INTERVAL_S
 from elastic_ring.control.messages import Checkpoint
 from elastic_ring.errors import CheckpointDamaged, StorageFailed
 from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart
 from elastic_ring.state.checkpoints.checkpoint import (
     Reader,
@@ -295,7 +296,8 @@ class Saver:
             snapshot.finish()
             if self._storage is None:
                 uri, storage_s = self._run.storage_uri, self._run.timeouts.storage_s
-                self._storage = Storage(uri, timeout_s=storage_s, tell=self._waits).open(write=False)
+                storage = Storage(uri, timeout_s=storage_s, anchor=JOURNAL_NAME, tell=self._waits)
+                self._storage = storage.open(write=False)
             rank = part.dp_rank * part.mesh.cp + part.cp_rank
             file = write_part(self._storage, part.folder, snapshot, lambda: self._inject(part.step, rank))
         except Exception as error:  # training goes on without this checkpoint; the coordinator counts it

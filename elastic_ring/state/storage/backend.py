@@ -24,6 +24,7 @@ LONGEST_PAUSE_S = 5.0
 TELL_AFTER_S, TELL_AGAIN_S = 3.0, 60.0
 """Seconds from the first failure to the first report, and between reports."""
 MAX_ERROR_CHARS = 400
+PROBE = ".write-test"
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,12 @@ from urllib.parse import urlsplit
 from elastic_ring.config import Timeouts
 from elastic_ring.errors import StorageFailed
 from elastic_ring.files import MAX_JSON_BYTES
-from elastic_ring.state.storage.backend import Entry, Retries, StoredFile, Upload, ignore, pieces
+from elastic_ring.state.storage.backend import PROBE, Entry, Retries, StoredFile, Upload, ignore, pieces
 from elastic_ring.state.storage.local_files import LocalFiles
 from elastic_ring.state.storage.object_store import ObjectStore
 
 logger = logging.getLogger(__name__)
 
-PROBE = ".write-test"
 LONGEST_SILENCE_S = 15.0
 SUBMIT_S = 15.0
 """The most that a submission waits for storage: a person waits, too."""
@@ -47,6 +46,8 @@ class Storage:
     """Whether `create` excludes a second writer; tried by `open`. File systems do, some object stores do not."""
     timeout_s: float = Timeouts.storage_s
     """How long each failing request is retried; 0 for one attempt."""
+    anchor: str = ""
+    """A file of a folder without which nothing is written there: the folder was then moved, removed or unmounted."""
     tell: Callable[[str], None] = field(default=ignore, compare=False, repr=False)
     """Gets a line for a person when a request has failed for some seconds; not sent to other processes."""
 
@@ -60,12 +61,12 @@ class Storage:
         # Four silent requests fit into the time.
         silence_s = min(LONGEST_SILENCE_S, self.timeout_s / 4) or LONGEST_SILENCE_S
         self._files: LocalFiles | ObjectStore = (
-            LocalFiles(self.root, retries) if self.is_local else ObjectStore(self.root, retries, silence_s)
+            LocalFiles(self.root, retries, self.anchor) if self.is_local else ObjectStore(self.root, retries, silence_s)
         )
 
-    def __reduce__(self) -> tuple[type[Storage], tuple[str, bool, float]]:
+    def __reduce__(self) -> tuple[type[Storage], tuple[str, bool, float, str]]:
         """Another process connects by itself."""
-        return Storage, (self.uri, self.excludes, self.timeout_s)
+        return Storage, (self.uri, self.excludes, self.timeout_s, self.anchor)
 
     @property
     def is_local(self) -> bool:

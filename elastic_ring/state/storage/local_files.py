@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 
+from elastic_ring.errors import StorageFailed
 from elastic_ring.files import sync_directory
-from elastic_ring.state.storage.backend import Entry, Retries, Upload
+from elastic_ring.state.storage.backend import PROBE, Entry, Retries, Upload
 
 FINAL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 """Errors that a retry does not mend. A full or read-only disk and a lost permission are not among them: an operator
 mends those while the run waits."""
+MISSING = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK)
+OTHER_FILE_SYSTEM = "give a folder on a file system that has them, or an object store"
 FLUSH_BYTES = 64 << 20
 """Written bytes after which the disk starts to write a file back."""
 
 
 class LocalFiles:
-    """`root`: the folder of the storage; made if missing. Its parents are never removed."""
+    """`root`: the folder of the storage; made if missing. Its parents are never removed. `anchor` as in `Storage`."""
 
     piece_bytes = 1 << 20
 
-    def __init__(self, root: str, retries: Retries) -> None:
-        self._root, self._retries = root, retries
+    def __init__(self, root: str, retries: Retries, anchor: str = "") -> None:
+        self._root, self._retries, self._anchor = root, retries, anchor
 
     def connect(self, *, write: bool) -> None:
         if write:
             self._retries(lambda: os.makedirs(self._root, exist_ok=True), _is_final)
+            self._retries(lambda: try_calls(self._root), _is_final)
 
     def advice(self, error: BaseException) -> str | None:
         """How the user can mend an error at start-up; None if the user cannot."""
+        if isinstance(error, StorageFailed):
+            return OTHER_FILE_SYSTEM
         return "give a folder that every node can write to and that has room" if isinstance(error, OSError) else None
 
     # ------------------------------------------------------------ writing
 
     def write(self, path: str, pieces: Iterable[bytes | memoryview]) -> None:
         def open_new() -> int:
+            if self._anchor and not os.path.exists(os.path.join(self._root, self._anchor)):
+                raise FileNotFoundError(f"{self._root} was moved, removed or unmounted: it has no {self._anchor}")
             os.makedirs(os.path.dirname(path), exist_ok=True)
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
@@ -57,7 +67,9 @@ class LocalFiles:
                         with suppress(OSError):  # a file system need not take advice
                             os.posix_fadvise(file.fileno(), begun, start - begun, os.POSIX_FADV_DONTNEED)
                         begun = start
-                os.fsync(file.fileno())  # not tried again: the kernel may have dropped what it could not write
+                # Not tried again: the kernel may have dropped what it could not write.
+                with _named("fsync", path):
+                    os.fsync(file.fileno())
             folder = os.path.dirname(path)
             while len(folder) >= len(self._root):  # the entries of all folders survive a power cut, too
                 sync_directory(folder)
@@ -68,13 +80,13 @@ class LocalFiles:
             raise
 
     def create(self, path: str, data: bytes) -> bool:
-        partial = self._write_partial(path, [data])
+        written = self._write_partial(path, [data])
         try:
-            self._retries(lambda: os.link(partial, path), _is_final)  # unlike a rename it fails if the name is taken
+            self._retries(partial(_link, written, path), _is_final)
         except FileExistsError:
             return False
         finally:
-            os.unlink(partial)
+            os.unlink(written)
         sync_directory(os.path.dirname(path))
         return True
 
@@ -150,6 +162,57 @@ class LocalFiles:
             lambda: next(os.walk(folder, onerror=_raise_unless_missing), ("", [], []))[1],
             _is_final,
         )
+
+
+def try_calls(folder: str | os.PathLike[str]) -> None:
+    """Make each call in `folder` that a run makes in its own. Raises OSError; StorageFailed, which names a call
+    that its file system does not have."""
+    where = os.fspath(folder)
+    own = os.path.join(folder, f"{PROBE}-{secrets.token_hex(4)}")
+    names = [own, f"{own}-linked", f"{own}-renamed"]
+    descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with _named("fsync", where):
+            os.fsync(descriptor)
+        _link(*names[:2])
+        with _named("rename", where):
+            os.replace(*names[1:])
+        with _named("fsync of a folder", where):
+            sync_directory(folder)
+    finally:
+        os.close(descriptor)
+        for name in names:
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+
+
+def has_locks(descriptor: int) -> bool:
+    """Lock an open file for this process alone, or not, where its file system has no locks (flock): then False. Raises
+    BlockingIOError where another process has it, OSError."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in MISSING:
+            raise
+        return False
+    return True
+
+
+def _link(source: str, target: str) -> None:
+    """Unlike a rename it fails if the name is taken."""
+    with _named("hard links (link)", os.path.dirname(target)):
+        os.link(source, target)
+
+
+@contextmanager
+def _named(call: str, path: str) -> Iterator[None]:
+    """Raises StorageFailed where the file system of `path` refuses the call as one that it does not have."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in MISSING:
+            raise
+        raise StorageFailed(f"{path}: its file system has no {call}: {error.strerror}", path=path) from None
 
 
 def _write_at(descriptor: int, piece: bytes | memoryview, start: int) -> None:

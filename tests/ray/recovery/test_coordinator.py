@@ -238,22 +238,33 @@ def test_a_frozen_agent_is_replaced_and_the_next_death_is_seen_by_the_new_one(lo
 
 
 @pytest.mark.slow
-def test_a_run_whose_folder_is_moved_away_says_so_and_ends_without_a_digest_of_what_is_left(
-    local_ray, tmp_path, capsys
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_run_whose_folder_is_moved_away_makes_none_anew_and_goes_on_once_it_is_back_or_ends_by_its_limit(
+    local_ray, tmp_path, capsys, comes_back
 ):
-    folder, gate = tmp_path / "moved", tmp_path / "gate"
-    trainer = tiny_trainer(tmp_path, "moved", steps=8, gate=gate, **ALONE)
+    folder, away, gate, heard = tmp_path / "moved", tmp_path / "moved.old", tmp_path / "gate", Heard()
+    kept = {"checkpoint_config": CheckpointConfig(every_steps=1, fail_after_s=3600.0 if comes_back else 5.0)}
+    trainer = tiny_trainer(tmp_path, "moved", steps=40, gate=gate, run=kept, callbacks=(heard,), **ALONE)
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(trainer.fit)
         wait_for(lambda: num_steps(folder) > 2)
-        folder.rename(tmp_path / "moved.old")
-        heard = list[str]()
-        wait_for(lambda: heard.append(capsys.readouterr().err) or "was moved, removed or unmounted" in "".join(heard))
-        gate.touch()
-        with pytest.raises(StorageFailed, match=r"was moved, removed or unmounted.*submit again"):
-            run.result()
-    assert not (folder / "summary.json").exists()
-    assert len(read_metrics(tmp_path / "moved.old")) == 8, "the open files moved along"
+        folder.rename(away)
+        said, num_before = list[str](), num_steps(away)
+        wait_for(lambda: said.append(capsys.readouterr().err) or "was moved, removed or unmounted" in "".join(said))
+        wait_for(lambda: num_steps(away) > num_before + 3)  # the open files moved along
+        assert not folder.exists(), "no checkpoint, status or record of callbacks made it anew"
+        if comes_back:
+            away.rename(folder)
+            gate.touch()
+            summary = run.result().summary
+            assert (summary["steps"], [step for step, _ in heard.losses]) == (40, list(range(40)))
+            assert summary["samples_sha256"]
+            assert summary["exact"]
+            assert not away.exists()
+        else:
+            with pytest.raises(StorageFailed, match=r"was moved, removed or unmounted"):
+                run.result()
+            assert not folder.exists()
     assert left_behind("moved") == []
 
 

@@ -18,6 +18,7 @@ from elastic_ring.errors import StorageFailed
 from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import write_json
+from elastic_ring.monitor.report import render_status
 from elastic_ring.runtime.coordinator.inbox import End
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
 from elastic_ring.runtime.coordinator.run_files import RunFiles, write_end
@@ -130,6 +131,28 @@ def test_a_full_run_folder_is_waited_for_and_told_while_the_clock_stands(disk, t
     assert list(read(journal.path)) == [{"n": 1}, line], "the part that had found room is the beginning of the line"
     assert clock() - begun < 0.5 * (time.monotonic() - begun_s), "no deadline passes that nobody could keep"
     assert not wait.is_waiting
+
+
+def test_a_member_lost_while_its_folder_is_read_only_makes_training_stand_which_driver_and_status_say(disk, told):
+    wait, folder = StorageWait(RunConfig("full", str(disk)), Clock()), disk / "run"
+    wait.tell = told.append
+    folder.mkdir()
+    long_ago = {"run": "full", "phase": "running", "updated_unix_s": time.time() - 20}
+    write_json(folder / "status.json", long_ago)
+    assert "no news for 20 s: its coordinator is gone or stuck" in render_status(folder)
+    remount(disk, MS_RDONLY)
+    assert "its coordinator waits for the disk, which is read-only, or is gone" in render_status(folder)
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(wait, lambda: write_json(folder / "a", {}), lambda error: False)
+        until(lambda: told)
+        wait.loses("w3.t1")
+        wait.loses("w2.t1")
+        remount(disk)
+        written.result()
+    assert "the run's folder waits for storage" in told[0]
+    assert told[0].endswith("; training goes on")
+    stands = "training stands until it can be written, for at most 3600 s (checkpoint.fail_after_s): w3.t1 was lost"
+    assert told[1:] == [f"the run's folder cannot be written; {stands}"]
 
 
 def test_a_run_that_is_to_end_waits_for_its_folder_no_longer(disk, told):

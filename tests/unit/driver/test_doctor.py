@@ -80,15 +80,20 @@ def test_at_a_start_what_will_fail_is_told_once_for_each_host():
 
 
 def test_a_storage_that_is_not_one_place_and_a_slow_link_are_named():
-    answers = {name: {"won": True, "excludes": True} for name in "ab"}
+    answers = {name: {"won": True, "excludes": True, "locks": True} for name in "ab"}
     apart = verdicts.storage(answers, {"a": ["b"], "b": ["a"]}, "/data")
     assert [(finding.verdict, finding.hosts) for finding in apart] == [("failure", ("a",)), ("failure", ("b",))]
     assert "the same place" in apart[0].line()
     assert verdicts.storage(answers, {"a": [], "b": []}, "/data")[0].says == "2 of 2 hosts made the one file"
-    answers["b"] = {"won": False, "excludes": True}
+    answers["b"] = {"won": False, "excludes": True, "locks": True}
     assert verdicts.storage(answers, {"a": [], "b": []}, "/data") == []
-    answers["b"] = {"won": False, "excludes": False}
+    answers["b"] = {"won": False, "excludes": False, "locks": True}
     assert verdicts.storage(answers, {}, "/data")[0].verdict == "warning"
+    answers["b"] = {"won": False, "excludes": True, "locks": False}
+    told = verdicts.storage(answers, {}, "/data")
+    assert [(finding.verdict, finding.hosts, finding.says) for finding in told] == [
+        ("warning", ("b",), "the file system of /data has no locks (flock)")
+    ]
 
     told = verdicts.links([("a", "b", 1e-4, 1e9), ("a", "c", 1e-4, 1e9), ("b", "c", 1e-4, 0.4e9)], "gloo")
     assert [(finding.verdict, finding.hosts) for finding in told] == [("warning", ("b", "c")), ("ok", ())]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -112,6 +114,43 @@ def test_each_event_is_told_once_over_drivers_and_new_records(tmp_path: Path, re
             driver.deliver()
         heard += callback.heard
     assert heard == [("start", "first"), 0, 1, "end", ("start", "first"), 2, "end", ("start", "first"), "end"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_without_locks_of_the_file_system_events_are_told_with_a_warning(
+    tmp_path, records, monkeypatch, caplog, number
+):
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    callback = Hears()
+    with telling(tmp_path, callback) as driver:
+        records.steps(0)
+        driver.deliver()
+    assert callback.heard == [("start", "first"), 0, "end"]
+    assert [line.message for line in caplog.records] == [
+        f"{tmp_path}: its file system has no locks (flock): a second driver repeats events"
+    ]
+
+
+def test_a_folder_that_is_moved_away_ends_no_driver_and_is_not_made_anew(tmp_path, caplog):
+    folder, callback = tmp_path / "run", Hears()
+    folder.mkdir()
+    records = Records(folder)
+    with telling(folder, callback) as driver:
+        records.steps(0)
+        driver.deliver()
+        folder.rename(tmp_path / "away")
+        records.steps(1)
+        driver.deliver()
+        driver.grant(2, {"stop": "", "saves": True, "keeps": False})
+        assert not folder.exists()
+        (tmp_path / "away").rename(folder)
+        driver.deliver()
+    assert callback.heard == [("start", "first"), 0, 1, "end"]
+    assert [line.levelname for line in caplog.records] == ["WARNING"]
+    assert read_json(folder / CALLBACKS_NAME)["delivered"]["hears"]["step"] == 1
 
 
 def test_what_comes_between_the_last_look_and_the_end_is_told_too(tmp_path: Path, records: Records) -> None:

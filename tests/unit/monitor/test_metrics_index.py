@@ -170,6 +170,7 @@ def cut_the_lines(folder: Path) -> None:
 
 
 def take_another_file_s(folder: Path) -> None:
+    (folder / "other").mkdir()
     write(folder / "other", *range(9))
     shutil.copy2(folder / "other" / INDEX_NAME, folder / INDEX_NAME)
 
@@ -299,6 +300,7 @@ def test_neither_status_nor_a_restart_nor_going_back_reads_more_of_a_longer_run(
     num_read = []
     for num_steps in (200, 2000):
         folder = tmp_path / str(num_steps)
+        folder.mkdir()
         write(folder, *range(num_steps))
         begun = bytes_read()
         render_status(folder)

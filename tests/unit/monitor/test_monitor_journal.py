@@ -30,7 +30,7 @@ def write(path: Path, records: list[dict]) -> None:
 
 
 def test_what_was_appended_is_read_back_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "journal.jsonl"
+    path = tmp_path / "journal.jsonl"
     write(path, RECORDS[:2])
     write(path, RECORDS[2:])
     assert list(read(path)) == RECORDS

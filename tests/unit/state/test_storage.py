@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import pickle
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ring.errors import StorageFailed
+from elastic_ring.runtime.run_storage import check_writable
 from elastic_ring.state.storage import object_store as s3
 from elastic_ring.state.storage.backend import Retries, StoredFile
 from elastic_ring.state.storage.folder import Storage, open_or_refuse
@@ -380,6 +382,59 @@ def wait_for_number(found: list[StoredFile], number: int, writing: Future[None])
         if writing.done():
             writing.result()
         time.sleep(0.02)
+
+
+# ---------------------------------------------------------------- what a file system lacks, a folder that is away
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "name"),
+    [
+        ("link", errno.EPERM, "hard links"),
+        ("link", errno.EOPNOTSUPP, "hard links"),
+        ("fsync", errno.EINVAL, "fsync"),
+        ("replace", errno.ENOSYS, "rename"),
+    ],
+)
+def test_a_call_that_a_file_system_lacks_is_named_at_once_and_before_the_start(
+    tmp_path, monkeypatch, call, number, name
+):
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, refuse)
+    for look in (lambda: open_or_refuse(str(tmp_path)), lambda: check_writable(tmp_path / "run")):
+        with pytest.raises(ValueError, match=f"its file system has no {name}.*: give a folder on a file system that"):
+            look()
+    begun = time.monotonic()
+    if call != "replace":
+        with pytest.raises(StorageFailed, match=f"its file system has no {name}"):
+            Storage(str(tmp_path), timeout_s=60).create("a", b"")
+    assert time.monotonic() - begun < 30, "no retry mends it"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_where_a_runs_folder_was_until_it_is_back(tmp_path):
+    folder, away = tmp_path / "run", tmp_path / "away"
+    Storage(str(folder)).open()
+    (folder / "journal").touch()
+    storage = pickle.loads(pickle.dumps(Storage(str(folder), timeout_s=0.1, anchor="journal")))
+    folder.rename(away)
+    for as_after_an_unmount in (False, True):
+        if as_after_an_unmount:
+            folder.mkdir()
+        for write in (storage.write, storage.replace, storage.create):
+            with pytest.raises(StorageFailed, match="was moved, removed or unmounted: it has no journal"):
+                write("checkpoints/a", [b"1"] if write == storage.write else b"1")
+        assert not any(folder.rglob("*"))
+    folder.rmdir()
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(Storage(str(folder), anchor="journal").write, "checkpoints/a", [b"1"])
+        time.sleep(0.3)
+        assert not folder.exists()
+        away.rename(folder)
+        written.result()
+    assert (folder / "checkpoints" / "a").read_bytes() == b"1"
 
 
 # ---------------------------------------------------------------- a full disk
