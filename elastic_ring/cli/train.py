@@ -435,7 +435,7 @@ def _train(settings: TrainSettings, trainer: ElasticRingTrainer) -> int:
         except (ValueError, StorageFailed) as error:  # the run has ended well, and its data may be gone since
             logging.warning("not compared with what the search predicted: %s", error)
     if summary["skipped_steps"] == summary["steps"]:
-        print("every step was skipped, because no gradient was finite: the weights are the initial ones")
+        print("every step was skipped: no gradient was finite, or no target counted; the weights are the initial ones")
     return 0
 
 

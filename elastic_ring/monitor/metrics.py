@@ -258,14 +258,14 @@ class StepMetrics:
     K/V exchange of that rank: `hop_bytes` is what it sent, `far_hop_bytes` of it to other nodes; `exposed_hop_wait_s`
     is the time in which nothing was left to compute (on CPUs the host's, on GPUs the kernel stream's);
     `hop_latency_mean_s` and `hop_latency_p99_s` cover the step's exchanges, from ready to start until arrived, on GPUs
-    only. GPUs measure these three times in one step
-    of ten (`attention.comm.ledger.EVENT_STEPS`); None where nothing was measured.
+    only. GPUs measure these three times in one step of ten (`attention.comm.ledger.EVENT_STEPS`); None where nothing
+    was measured.
 
-    A step with a non-finite gradient is `skipped`; its loss may be nan. `samples` is the digest of the consumed data,
-    `val_loss` the loss of the held-out sequences where validated, `committed_monotonic_s` the commit time on the
-    monotonic clock of the publishing rank's host. `expert_load_max`: how many times its fair share of a ring's tokens
-    the fullest expert of a layer got; None without experts. `expert_parts`: passes of layers whose tokens came to
-    experts in parts, since one rank would have had too many; of the ring of global rank 0.
+    A step with a non-finite gradient or without a target is `skipped`; its loss may be nan. `samples` is the digest of
+    the consumed data, `val_loss` the loss of the held-out sequences where validated, `committed_monotonic_s` the commit
+    time on the monotonic clock of the publishing rank's host. `expert_load_max`: how many times its fair share of a
+    ring's tokens the fullest expert of a layer got; None without experts. `expert_parts`: passes of layers whose tokens
+    came to experts in parts, since one rank would have had too many; of the ring of global rank 0.
     """
 
     step: int

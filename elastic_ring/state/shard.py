@@ -84,9 +84,9 @@ class Shard:
         for param in self.params.values():
             param.grad = None
 
-    def advance(self, *, skipped: bool) -> None:
+    def advance(self, *, skipped: bool, in_a_row: int = 0) -> None:
+        """A step is over. `in_a_row`: skipped ones up to it."""
         old = self.counters
-        in_a_row = old.skipped_in_a_row + 1 if skipped else 0
         self.counters = replace(old, applied=old.applied + 1, skipped=old.skipped + skipped, skipped_in_a_row=in_a_row)
 
     # ------------------------------------------------------------ moving it

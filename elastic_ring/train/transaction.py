@@ -372,7 +372,7 @@ class Transaction:
             shard.apply(gradient.views, rate)
             self.flips.flip("apply", lambda: list(shard.params.values()))
         gradient.step, self._suspicion = None, None
-        shard.advance(skipped=outcome.skip)
+        shard.advance(skipped=outcome.skip, in_a_row=outcome.skips_in_a_row(shard.counters.skipped_in_a_row))
         held.last, held.unapplied, held.applying = outcome.vote, None, False
         if spikes is not None:
             spikes.saw(step, outcome.loss, outcome.spike)

@@ -148,7 +148,8 @@ class Outcome:
 
     @property
     def loss(self) -> float:
-        return self.tally.loss_sum / self.num_tokens if self.num_tokens else 0.0
+        """The mean over the tokens; nan of a step without one counted target, which is skipped for it."""
+        return self.tally.loss_sum / self.num_tokens if self.num_tokens else math.nan
 
     @property
     def grad_norm(self) -> float:
@@ -159,6 +160,10 @@ class Outcome:
     def skip(self) -> bool:
         """Whether the step changes nothing: its gradient or loss is not finite, or a loss spike is not trained on."""
         return not self.is_finite or self.spike in ("skip", "stop", "back")
+
+    def skips_in_a_row(self, before: int) -> int:
+        """With this step. One without a target says nothing of training that diverges: it neither adds nor ends any."""
+        return before if not self.num_tokens else before + 1 if self.skip else 0
 
     @property
     def is_finite(self) -> bool:
@@ -335,6 +340,7 @@ def remark_on(outcome: Outcome, sample_ids: Callable[[int], Sequence[int]]) -> s
             f"{response or 'nothing is done (loss_spike=log)'}{sequences}"
         )
     cause = "its gradient is not finite" if math.isfinite(loss) else f"its loss is {loss}"
+    cause = cause if outcome.num_tokens else "no target of its sequences counts"
     return f"step {step} is skipped and changes nothing: {cause}{sequences}"
 
 

@@ -27,6 +27,9 @@ LEAST_DEVIATION = 0.01
 UPPER, UPPER_FACTOR = 0.85, 3.0
 """The limit is also this often the distance from the median to this quantile above it: batches of two kinds have two
 levels, and the deviations from one say nothing of the other."""
+TREND, RISEN = 8, 3
+"""A loss is also compared with the median of so many before it, as the first losses of a curve that falls say little of
+the present ones. So many of the window's largest rises above that trend do not count: they may be spikes."""
 CLIP_STEPS = 10
 """For how many steps, from the spike on, gradients are clipped harder."""
 CLIP_SHARE = 0.1
@@ -38,14 +41,20 @@ OF_NORMAL_NOISE = 1.4826
 def limit_of(losses: Sequence[float]) -> float:
     """The limit for the next loss: DEVIATIONS robust deviations above the median of `losses`, or more.
 
-    A falling trend only widens the spread. Infinity as long as there are fewer than MIN_LOSSES.
+    Less on a curve that falls. Infinity as long as there are fewer than MIN_LOSSES.
     """
     if len(losses) < MIN_LOSSES:
         return math.inf
     middle = statistics.median(losses)
     deviation = OF_NORMAL_NOISE * statistics.median(abs(loss - middle) for loss in losses)
     upper = sorted(losses)[math.ceil(UPPER * len(losses)) - 1] - middle
-    return middle + max(DEVIATIONS * deviation, DEVIATIONS * LEAST_DEVIATION * abs(middle), UPPER_FACTOR * upper)
+    limit = middle + max(DEVIATIONS * deviation, DEVIATIONS * LEAST_DEVIATION * abs(middle), UPPER_FACTOR * upper)
+    trend = statistics.median(losses[-TREND:])
+    if limit <= trend + abs(trend):
+        return limit
+    rises = sorted(loss - statistics.median(losses[at - TREND : at]) for at, loss in enumerate(losses) if at >= TREND)
+    deviation = OF_NORMAL_NOISE * statistics.median(map(abs, rises))
+    return min(limit, trend + max(DEVIATIONS * deviation, abs(trend), UPPER_FACTOR * rises[-1 - RISEN]))
 
 
 @dataclass(frozen=True)

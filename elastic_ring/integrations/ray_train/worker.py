@@ -202,7 +202,7 @@ class Zero3Worker:
         # The same on every rank, and judged as in the elastic ring.
         outcome = Outcome(Vote(step, tally.numbers(), (TERM, self._generation or 0)))
         self.engine.step(rate, skip=outcome.skip, clip_share=CLIP_SHARE if outcome.clips_harder else 1.0)
-        self.step, self.skipped_in_a_row = step + 1, self.skipped_in_a_row + 1 if outcome.skip else 0
+        self.step, self.skipped_in_a_row = step + 1, outcome.skips_in_a_row(self.skipped_in_a_row)
         if self._spikes is not None:
             self._spikes.saw(step, outcome.loss, outcome.spike)
         if self.rank == 0:

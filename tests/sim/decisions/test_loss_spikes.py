@@ -30,6 +30,9 @@ HEALTHY: dict[str, Losses] = {
     "batches of two kinds": lambda step, draw: draw.choice((1.9, 2.3)) + draw.gauss(0.0, 0.03),
     "hardly any noise": lambda step, draw: 0.01 * (1 + 0.005 * draw.random()),
     "a slow wave": lambda step, draw: 2.0 + 0.2 * math.sin(step / 300) + draw.gauss(0.0, 0.02),
+    "a fall to nothing": lambda step, draw: (11.0 * math.exp(-step / 10) + 0.01) * math.exp(draw.gauss(0.0, 0.2)),
+    "a wave of many levels": lambda step, draw: 2.0 + 1.5 * math.sin(step / 30) + draw.gauss(0.0, 0.05),
+    "levels in turn": lambda step, draw: (2.0 if step // 50 % 2 else 3.0) + draw.gauss(0.0, 0.03),
     "a loss below zero": lambda step, draw: -3.0 + draw.gauss(0.0, 0.1),
 }
 
@@ -49,7 +52,16 @@ def test_ten_thousand_healthy_steps_give_no_alarm(kind: str) -> None:
     assert not any(verdicts(HEALTHY[kind]))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in HEALTHY if kind != "a loss below zero"])
+DOUBLED_IS_HEALTHY = (
+    "a loss below zero",
+    "a fall to nothing",
+    "a wave of many levels",
+    "levels in turn",
+    "a rare kind",
+)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HEALTHY if kind not in DOUBLED_IS_HEALTHY])
 @pytest.mark.parametrize("step", [200, 5_000, 9_999])
 def test_a_loss_that_doubles_is_found_in_its_step_and_no_other_is(kind: str, step: int) -> None:
     def poisoned(at: int, draw: random.Random) -> float:
@@ -58,6 +70,23 @@ def test_a_loss_that_doubles_is_found_in_its_step_and_no_other_is(kind: str, ste
     found = verdicts(poisoned, ("skip",))
     assert [at for at, verdict in enumerate(found) if verdict] == [step]
     assert found[step] == "skip"
+
+
+@pytest.mark.parametrize("step", [MIN_LOSSES, 40, 55, 80])
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.3])
+def test_on_a_curve_that_falls_a_spike_is_found_while_the_window_holds_its_beginning(step: int, noise: float) -> None:
+    """Also the second and the third, which the first does not hide."""
+
+    def poisoned(at: int, draw: random.Random) -> float:
+        healthy = (11.0 * math.exp(-at / 8) + 0.01) * math.exp(draw.gauss(0.0, noise))
+        return 15.0 if at in (step, step + 4, step + 5) else healthy
+
+    found = verdicts(poisoned, ("clip", "skip", "back"), 300)
+    assert {at: verdict for at, verdict in enumerate(found) if verdict} == {
+        step: "clip",
+        step + 4: "skip",
+        step + 5: "back",
+    }
 
 
 def test_nothing_is_judged_before_enough_losses_are_known() -> None:

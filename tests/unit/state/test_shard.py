@@ -173,6 +173,6 @@ def test_the_learning_rate_of_a_step_reaches_each_group_by_its_scale():
 
 def test_skips_are_counted_and_a_good_step_ends_the_row():
     shard = make_shard("AdamW")
-    for skipped in (True, True, False, True):
-        shard.advance(skipped=skipped)
+    for in_a_row in (1, 2, 0, 1):
+        shard.advance(skipped=in_a_row > 0, in_a_row=in_a_row)
     assert shard.counters == Counters(applied=4, skipped=3, skipped_in_a_row=1)

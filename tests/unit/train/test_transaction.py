@@ -377,6 +377,40 @@ def test_a_step_with_a_non_finite_gradient_anywhere_changes_nothing_but_the_coun
     assert not torch.equal(before[0]["embedding.weight"], four.all(own_slices)[0]["embedding.weight"])
 
 
+def ignore_targets(me: Any, on: bool) -> None:
+    tiny_task.POISON.ignores_targets = on
+
+
+def test_a_step_without_a_target_moves_no_weight_on_any_rank_and_counts_for_no_row(four: Membership) -> None:
+    """Momentum and weight decay would. Rank 3 learns of one such step from the vote that the others had."""
+    optimizer = partial(tiny_task.momentum, weight_decay=0.1)
+    four.all(begin, four.meeting(), SQUARE, make_task(optim=replace(OPTIM, max_skipped=0), optimizer=optimizer))
+    four.all(run_steps, 1)
+    before = four.all(own_slices)
+    four.all(ignore_targets, True, ranks=(0, 1, 2))
+    four.all(run_steps, 1)
+    assert not torch.equal(before[0]["embedding.weight"], four.all(own_slices)[0]["embedding.weight"]), (
+        "rank 3 has some"
+    )
+    before = four.all(own_slices)
+    four.call(3, ignore_targets, True)
+    assert [results[0][0] for results in four.all(run_steps, 1)] == ["nan"] * 4
+    four.call(3, plan_break, "vote", 3)
+    for rank in range(4):
+        four.start(rank, break_off, 1)
+    assert [four.result(rank) for rank in range(4)] == ["completed"] * 3 + ["Broken"]
+    assert all(four.now(rank, abort_until_paused) for rank in range(4))
+    vote = four.call(0, last_vote)
+    four.all(rebuild, four.meeting(), SQUARE)
+    four.all(roll_forward, vote)
+    for old, new in zip(before, four.all(own_slices), strict=True):
+        assert all(torch.equal(old[name], new[name]) for name in old)
+    assert [fact["counters"] for fact in four.all(facts)] == [Counters(4, 2, 0)] * 4
+    four.all(ignore_targets, False)
+    four.all(run_steps, 1)
+    assert not torch.equal(before[0]["embedding.weight"], four.all(own_slices)[0]["embedding.weight"])
+
+
 def test_more_skipped_steps_in_a_row_than_allowed_raise_on_every_rank_after_they_are_counted(four: Membership) -> None:
     four.all(begin, four.meeting(), REPLICAS, make_task(optim=replace(OPTIM, max_skipped=1)), ranks=(0, 1))
     four.call(0, poison, True)

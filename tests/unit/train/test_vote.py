@@ -13,7 +13,17 @@ from elastic_ring.control.decisions.corruption import QUANTITIES, Digests
 from elastic_ring.control.decisions.loss_spikes import VERDICTS, SpikeBallot
 from elastic_ring.control.messages import Vote
 from elastic_ring.mesh import Mesh
-from elastic_ring.train.vote import NOTHING, Ballot, Flag, Outcome, ReplicasDiverged, Tally, count, start_vote
+from elastic_ring.train.vote import (
+    NOTHING,
+    Ballot,
+    Flag,
+    Outcome,
+    ReplicasDiverged,
+    Tally,
+    count,
+    remark_on,
+    start_vote,
+)
 from tests.unit.attention.attention_rings import ThreadRings, in_threads, one_thread
 
 MESH = Mesh(3, 2)
@@ -147,11 +157,19 @@ def test_one_request_for_a_boundary_is_enough(rank: int) -> None:
         ({"grad_norm_sq": math.inf}, True),
         ({"loss_sum": math.nan}, True),
         ({"loss_sum": -math.inf}, True),
-        ({"num_tokens": 0.0}, False),
+        ({"num_tokens": 0.0, "loss_sum": 0.0, "grad_norm_sq": 0.0}, True),
     ],
 )
 def test_a_step_is_skipped_for_any_number_that_is_not_finite(values: dict[str, float], skip: bool) -> None:
     assert outcome(**values).skip is skip
+
+
+def test_a_step_without_a_target_is_skipped_and_said_and_no_part_of_a_row() -> None:
+    empty, broken = outcome(num_tokens=0.0, loss_sum=0.0, grad_norm_sq=0.0), outcome(num_nonfinite=1.0)
+    assert (math.isnan(empty.loss), empty.grad_norm, empty.spike, empty.scale(1.0)) == (True, 0.0, "", 1.0)
+    said = remark_on(empty, lambda step: [4, 7])
+    assert said.endswith("is skipped and changes nothing: no target of its sequences counts; its sequences are 4, 7")
+    assert [result.skips_in_a_row(2) for result in (empty, broken, outcome())] == [2, 3, 0]
 
 
 def test_a_shard_with_a_non_finite_gradient_makes_all_skip() -> None:
@@ -166,11 +184,6 @@ def test_the_scale_is_the_mean_over_tokens_and_clips_the_norm_of_the_mean() -> N
     assert total.scale(2.0) == 0.5
     assert total.scale(1.0) == 0.25
     assert total.scale(0.5) * 4.0 == 0.5  # times the norm of the sum: exactly the bound
-
-
-def test_a_step_without_any_target_has_no_loss_and_no_infinite_scale() -> None:
-    total = outcome(grad_norm_sq=0.0, num_tokens=0.0, loss_sum=0.0)
-    assert (total.loss, total.grad_norm, total.scale(1.0)) == (0.0, 0.0, 1.0)
 
 
 def spiked(loss: float, **spike: Any) -> Outcome:

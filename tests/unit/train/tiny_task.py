@@ -25,7 +25,7 @@ from elastic_ring.data.sampling.order import Order
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.config import ModelConfig
 from elastic_ring.model.init import Initialiser, initialise_module
-from elastic_ring.model.loss import language_model_loss
+from elastic_ring.model.loss import IGNORE, language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.groups.groups import Rendezvous
 from elastic_ring.runtime.groups.transport import translated
@@ -100,21 +100,24 @@ class WithUnused(Transformer):
 
 @dataclass
 class Poison:
-    """Makes the loss of this process NaN while it is on."""
+    """Makes the loss of this process NaN while it is on, or leaves it without a target that counts."""
 
     on: bool = False
+    ignores_targets: bool = False
 
 
 POISON = Poison()
 
 
 def poisonable_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    if POISON.ignores_targets:
+        batch = replace(batch, targets=torch.full_like(batch.targets, IGNORE))
     loss, num_targets = language_model_loss(model, batch)
     return (loss * math.nan if POISON.on else loss), num_targets
 
 
-def momentum(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([tensor for _, tensor in named], lr=0.1, momentum=0.9)
+def momentum(named: list[tuple[str, Tensor]], weight_decay: float = 0.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD([tensor for _, tensor in named], lr=0.1, momentum=0.9, weight_decay=weight_decay)
 
 
 def make_task(model: type[Transformer] = Transformer, **settings: Any) -> TrainingTask:
@@ -138,7 +141,7 @@ class Broken(RuntimeError):
 
 def begin(me: Any, where: Rendezvous, mesh: Mesh, task: TrainingTask, cpu_offload: CpuOffload = "none") -> None:
     """A fresh Transaction in a fresh generation, parameters from the seed."""
-    POISON.on = False
+    POISON.on = POISON.ignores_targets = False
     gradient.BUCKET_ELEMENTS = BUCKET_ELEMENTS
     me.break_at, me.num_calls_before, me.paused = None, 0, threading.Event()
 

@@ -247,7 +247,7 @@ _ROWS: dict[str, Metric] = {
         only="where model and peak are known, without a pattern",
     ),
     "skipped_steps, steps": _recorder(
-        "steps so far that a non-finite gradient, or a loss spike, made the run skip",
+        "steps so far that a non-finite gradient, a loss spike, or no counted target, made the run skip",
         lambda r: r.metrics.newest.num_skipped,
     ),
     "loss_spikes, steps": _recorder(
