@@ -123,9 +123,11 @@ class MemberEvent(WorkerEvent):
 
 @dataclass(frozen=True)
 class CoordinatorStarted(Event):
-    """A coordinator started. First event of every term; `term` is larger than all before."""
+    """A coordinator started. First event of every term; `term` is larger than all before. `num_lines`: of the journal
+    that it has read."""
 
     term: int
+    num_lines: int = 0
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,12 @@ def adopt(ctx: Transition, event: CoordinatorStarted) -> None:
 def restart(ctx: Transition, event: CoordinatorStarted) -> None:
     phase = ctx.phase
     assert not isinstance(phase, Idle | Ended)
-    ctx.set(term=event.term)
+    ctx.set(term=event.term, num_lines=event.num_lines)
     _restart_clocks(ctx)
     deadline = ctx.now + ctx.options.timeouts.hello_s
     recipients = tuple(w.worker for w in ctx.state.workers.values() if w.status != "stopping")
-    anew = Reconnecting(phase.before if isinstance(phase, Reconnecting) else phase, deadline, recipients)
+    before = phase.before if isinstance(phase, Reconnecting) else phase
+    anew = Reconnecting(before, deadline, recipients)
     if isinstance(phase, Reconnecting):
         anew = replace(anew, lost=phase.lost, disturbed=phase.disturbed, back=phase.back)
     ctx.enter(anew)
@@ -89,19 +90,44 @@ def _restart_clocks(ctx: Transition) -> None:
 
 def answered(ctx: Transition, event: Status) -> None:
     phase = expect(ctx.state, Reconnecting)
+    if _contradicts(ctx, event):
+        return
     if event.worker not in ctx.state.workers or event.worker in phase.answers:
         ctx.explain(f"nothing new from {event.worker}")
         return
     if ctx.state.workers[event.worker].status == "starting":
         late_ready(ctx, event)
-    ctx.set(generation=max(ctx.state.generation, event.generation))
     answers = phase.answers.having({event.worker: event})
     settled = next_awaited(ctx.state, phase.recipients, answers, phase.num_settled)
     ctx.edit_phase(answers=answers, num_settled=settled)
     ctx.explain(f"{event.worker} is {event.activity} in generation {event.generation}")
 
 
+def _contradicts(ctx: Transition, event: Status | MemberFailed | Report) -> bool:
+    """Whether a member has a newer generation than the journal, which ends the run: its order and its facts are lost.
+
+    A store's copy of the journal lags. There a new recovery settles who is where, and equal bits are promised no more.
+    """
+    newest = ctx.state.generation
+    if event.generation <= newest:
+        return False
+    if ctx.options.run.is_remote:
+        ctx.set(generation=event.generation, promise="sample-exact")
+        return False
+    path, num_lines = ctx.options.run.folder / "journal.jsonl", ctx.state.num_lines
+    ctx.end(
+        "JournalDamaged",
+        f"{path} ends after line {num_lines} and knows generation {newest} as the newest, but {event.worker} is "
+        f"in generation {event.generation}: lines at its end are missing. Submit the run again: it goes on from its "
+        "newest checkpoint",
+        line=num_lines,
+    )
+    return True
+
+
 def late_ready(ctx: Transition, event: Status) -> None:
+    if _contradicts(ctx, event):
+        return
     worker = ctx.state.workers.get(event.worker)
     if worker is not None and worker.status == "starting":
         worker_pool.mark_ready(ctx, worker)
@@ -118,7 +144,8 @@ def lost(ctx: Transition, losses: tuple[LostWorker, ...]) -> None:
 
 def disturbed(ctx: Transition, event: MemberFailed | Report) -> None:
     """A member stopped training: note it, so that the reconnect ends in a recovery, which collects new reports."""
-    ctx.set(generation=max(ctx.state.generation, event.generation))
+    if _contradicts(ctx, event):
+        return
     ctx.edit_phase(disturbed=f"{event.worker} sent {type(event).__name__} ({event.kind})")
     ctx.explain(f"{event.worker} does not train any more")
     if not isinstance(event, MemberFailed):

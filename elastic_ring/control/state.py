@@ -386,7 +386,7 @@ class State:
     on purpose from about one step, the last of these. `num_restarts`: how often the run began again because a shard was
     lost without a checkpoint. `suspects`: workers that may have computed the last step
     wrongly. `warm_up_s`: how long the worker that became ready last took to start. `write_s`: the duration of the
-    last checkpoint's write. `moves`: planned for `moves_of`, the versions
+    last checkpoint's write. `num_lines`: as in `CoordinatorStarted`. `moves`: planned for `moves_of`, the versions
     of the pool and the members; `moved_at`: when members were last asked to move, infinite once
     a boundary was too late; `movers`: the workers that were started for moves, or gave their places up.
     `pool_changed_at`, `nodes_changed_at`: when a worker or a node, or a node's room, last
@@ -434,6 +434,7 @@ class State:
     moves_of: object = field(default=None, compare=False, repr=False)
     moved_at: float | None = None
     movers: tuple[str, ...] = ()
+    num_lines: int = 0
     story: tuple[tuple[str, str], ...] = ()
     pool: Pool = field(default_factory=Pool, compare=False, repr=False)
 

@@ -17,6 +17,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -70,6 +71,8 @@ class Journal:
         self._fd: int | None = None
         self._link = Link()
         self._writer = ""  # of the next line, if it is the first one
+        self._end_bytes = 0  # of the last line that was written
+        self._num_durable = 0
         self._lock = threading.Lock()
 
     def open(self, after: Place | None = None) -> Journal:
@@ -114,22 +117,48 @@ class Journal:
 
         try:
             self._retries(put, _is_final)
-            if self.durable and sync:
-                os.fdatasync(fd)  # not tried again: the kernel may have dropped what it could not write
         except OSError as error:
-            self.close()  # a line after an incomplete one would be damage in the middle
-            notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-            raise StorageFailed(
-                f"cannot write the journal {self.path}: {error}{notes}. Free space there or make it writable, and "
-                "submit the run again",
-                path=str(self.path),
-            ) from error
+            raise self._failed(error) from error
+        if self.durable and sync:
+            self.sync()
+        self._end_bytes = end_bytes
         return StoredLine(record, end_bytes - len(line), Place(end_bytes, self._link))
 
-    def sync(self) -> None:
-        """All lines are on disk when this returns."""
-        if self._fd is not None:
-            os.fdatasync(self._fd)
+    def is_cut(self) -> bool:
+        """Whether the file no longer has all that was written, or is another one, which then gets the next line: a
+        reader sees by that line's number that others are missing. False where the file is away."""
+        with self._lock, suppress(OSError):
+            if self._fd is None:
+                return False
+            own, now = os.fstat(self._fd), os.stat(self.path)
+            if os.path.samestat(own, now) and now.st_size >= self._end_bytes:
+                return False
+            fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+            os.dup2(fd, self._fd, inheritable=False)
+            os.close(fd)
+            self._end_bytes = 0
+            return True
+        return False
+
+    def sync(self) -> int:
+        """All lines are on disk when this returns: so many. Raises StorageFailed, which closes the journal."""
+        number = self._link.number
+        if self._fd is not None and self._num_durable != number:
+            try:
+                os.fdatasync(self._fd)  # not tried again: the kernel may have dropped what it could not write
+            except OSError as error:
+                raise self._failed(error) from error
+            self._num_durable = number
+        return number
+
+    def _failed(self, error: OSError) -> StorageFailed:
+        self.close()  # a line after an incomplete one would be damage in the middle
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+        return StorageFailed(
+            f"cannot write the journal {self.path}: {error}{notes}. Free space there or make it writable, and submit "
+            "the run again",
+            path=str(self.path),
+        )
 
     def close(self) -> None:
         if self._fd is not None:

@@ -221,6 +221,7 @@ class StatusFile(TypedDict, total=False):
     covered: Mapping[str, str]
     recoveries: Sequence[Mapping[str, object]]
     updated_unix_s: float
+    journal_lines: int
     ended: bool
     checkpoint_step: int
     checkpoint_intervals_missed: int
@@ -359,6 +360,15 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     except RecordDamaged as error:
         log.warning("%s; it counts as missing", error)
         return None
+
+
+def cut_at_its_end(journal: str | os.PathLike[str], num_lines: int, status: Mapping[str, object] | None) -> str:
+    """Why a journal that ends after `num_lines` lines lacks some, by its run's status; empty where it lacks none that
+    the status knows of: a chain does not show where its end was."""
+    num_known = (status or {}).get("journal_lines")
+    if not isinstance(num_known, int) or num_known <= num_lines:
+        return ""
+    return f"{os.fspath(journal)} ends after line {num_lines}, and {num_known} had been written: it was cut"
 
 
 def overwrite_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:

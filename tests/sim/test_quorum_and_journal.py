@@ -7,6 +7,7 @@ import typing
 
 import pytest
 
+from elastic_ring.config import RunConfig
 from elastic_ring.control import messages
 from elastic_ring.control.coordination import Decision, advance, journal_line, replay, standing, term_note
 from elastic_ring.control.decisions.quorum import decide
@@ -62,8 +63,8 @@ def test_every_message_survives_json() -> None:
         assert from_json(json.loads(json.dumps(to_json(message)))) == message
 
 
-def _recovered() -> Bench:
-    run = Bench({"a": 3, "b": 3}).form()
+def _recovered(**options: float) -> Bench:
+    run = Bench({"a": 3, "b": 3}, **options).form()
     run.handle(Published("w", Vote(3, (float("nan"),), (1, 1))))
     run.lose(3)
     run.recover(applied=4)
@@ -125,3 +126,34 @@ def test_the_journal_of_a_turbulent_run_replays(seed: int) -> None:
     world.finish(600.0)
     newest = world.coordinators[-1]
     assert replay(world.options, newest.journal) == newest.state
+
+
+def test_members_that_are_in_a_newer_generation_than_a_cut_journal_end_the_run() -> None:
+    """Cut before any line, and a new coordinator asks the members that are really there."""
+    run, num_refused = _recovered(restart_delay_s=1e3), 0
+    for num_lines in range(1, len(run.journal) + 1):
+        state = replay(run.options, run.journal[:num_lines])
+        if state.num_started < run.state.num_started:
+            continue  # `cluster.num_started` shows it
+        known, newest = state.generation, run.state.generation
+        state = advance(state, messages.CoordinatorStarted("c", 2, num_lines), 99.0).state
+        for worker in members(run.state):
+            state = advance(state, messages.Status("w", worker, 2, newest, "running"), 99.0).state
+        assert isinstance(state.phase, Ended) == (known < newest), num_lines
+        if isinstance(state.phase, Ended):
+            num_refused += 1
+            assert state.phase.end.error == "JournalDamaged"
+            assert f"ends after line {num_lines} and knows generation {known} as the newest" in state.phase.end.message
+    assert num_refused > 5
+
+
+def test_a_stores_copy_of_the_journal_that_lags_goes_on_without_the_promise_of_equal_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Bench({"a": 3, "b": 3}).form()
+    monkeypatch.setattr(RunConfig, "is_remote", True)
+    run.handle(messages.CoordinatorStarted("c", 2))
+    for worker in run.state.workers:
+        activity = "running" if worker in members(run.state) else "spare"
+        run.handle(messages.Status("w", worker, 2, 7 if activity == "running" else 0, activity))
+    assert (run.phase, run.state.promise, run.state.generation) == ("closing", "sample-exact", 8)

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, cast
 
 import ray
@@ -60,6 +59,7 @@ from elastic_ring.runtime.agent.messages import Death, Said
 from elastic_ring.runtime.agent.rpc import raise_open_files
 from elastic_ring.runtime.coordinator.checkpoints import PRIOR_FAILURE_S, Writer
 from elastic_ring.runtime.coordinator.dispatch import Dispatcher
+from elastic_ring.runtime.coordinator.folds.recovery_log import LinesHeard
 from elastic_ring.runtime.coordinator.inbox import (
     Abandoned,
     AgentAttached,
@@ -90,16 +90,23 @@ from elastic_ring.runtime.coordinator.services import (
 )
 from elastic_ring.runtime.coordinator.shutdown import FOLDER_IS_AWAY, EndReport, Shutdown, unfinished
 from elastic_ring.runtime.coordinator.startup import (
-    MOST_FAILED_STARTS,
     RESTART_PAUSE_S,
+    FailedStarts,
     begin_note,
-    num_failed_starts,
     open_run,
     open_when_stored,
+    refuse_unknown_workers,
 )
 from elastic_ring.runtime.coordinator.term_storage import StorageWait, TermStorage
 from elastic_ring.runtime.driver import submission_rules
-from elastic_ring.runtime.driver.cluster import NAMESPACE, Cluster, actor_name, built_generation, left_behind
+from elastic_ring.runtime.driver.cluster import (
+    NAMESPACE,
+    Cluster,
+    actor_name,
+    built_generation,
+    left_behind,
+    num_started,
+)
 from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart, Notice
 from elastic_ring.runtime.ray_head import is_kept, warn_if_shorter
 from elastic_ring.runtime.terms import Terms
@@ -110,6 +117,10 @@ from elastic_ring.runtime.worker.saver import CheckpointTerms
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
+JOURNAL_CUT = (
+    "{} was cut or replaced: training goes on, but a new coordinator would end the run, as it could not tell what was "
+    "decided; submitted again, the run goes on from its newest checkpoint"
+)
 FINAL = (JournalDamaged, OtherFormat, IllegalTransition, RunFailed, TermLost)  # starting once more would not help
 
 
@@ -165,11 +176,14 @@ class Coordinator:
         """Renew the driver's lease."""
         self._decider.driver_feed.renew()
 
-    def follow(self, after_step: int, after_line: int, generation: int = 0) -> News:
-        """Steps and lines that are new for a driver, as `DriverFeed.news`; also renews its lease."""
+    def follow(self, after_step: int, heard: LinesHeard = LinesHeard(), generation: int = 0) -> News:  # noqa: B008
+        """Steps and lines that are new for a driver, as `DriverFeed.news` and after those that it has `heard`; also
+        renews its lease."""
         self._decider.driver_feed.renew()
-        news = self._decider.driver_feed.news(after_step, generation)
-        return {**news, "lines": self._decider.recorder.recoveries.lines[after_line:] if self._decider.is_ready else []}
+        news, lines = self._decider.driver_feed.news(after_step, generation), list[str]()
+        if self._decider.is_ready:
+            lines, heard = self._decider.recorder.recoveries.news(heard)
+        return {**news, "lines": lines, "heard": heard}
 
     def scale(self, max_dp: int | None, spares: int | None) -> None:
         """At most `max_dp` rings and `spares` spares from now on. Raises: ValueError for what cannot be."""
@@ -223,21 +237,23 @@ class Decider:
         self.storage_wait = StorageWait(run_spec.run, self.clock)
         self.shutdown = Shutdown(self)
         self.cause = CauseIds("coordinator")
+        self.num_read = 0  # lines of the journal
 
     def run(self) -> None:
         stages = Stages("its process and imports", self.run_spec.submitted_unix_s)
-        num_failed = partial(num_failed_starts, self.own_name, self.run_spec.attempt)
+        limit_s = self.run_spec.run.checkpoint_config.fail_after_s
+        failed_starts = FailedStarts(self.own_name, self.run_spec.attempt, limit_s)
         try:
             stages.begin("claims a term, opens the run")
             self._open()
             if self.is_restart:
-                num_failed(None)
+                failed_starts.forget()
             stages.begin("")
             self.is_ready = True
             if not self.is_restart:
                 self.recorder.stages("driver", self.run_spec.stages)
                 self.recorder.stages("coordinator", stages.ended)
-            self._decide(CoordinatorStarted(self.cause(), self.storage.watch.own.term))
+            self._decide(CoordinatorStarted(self.cause(), self.storage.watch.own.term, self.num_read))
             resume = self.run_spec.resume
             if resume.checkpoints and not self.is_restart:
                 self._decide(CheckpointsKnown(self.cause(), resume.checkpoints))
@@ -255,7 +271,7 @@ class Decider:
         except BaseException as error:
             log.exception("the coordinator fails")
             is_starting = self.is_restart and not self.is_ready
-            if is_starting and not isinstance(error, FINAL) and num_failed(error) < MOST_FAILED_STARTS:
+            if is_starting and not isinstance(error, FINAL) and failed_starts.allow(error):
                 # Training goes on without a coordinator: a storage that is away for a while must not end it.
                 time.sleep(RESTART_PAUSE_S)
                 os._exit(1)
@@ -290,8 +306,8 @@ class Decider:
         self.storage = TermStorage.of(run_spec, opened.claim, terms, self.storage_wait, self.put, author)
         self.storage.watch.open()
         self.note(term_note(opened.term, opened.num_written))
-        self.recorder = RunRecorder(run, self.note, self.clock, self.storage_wait)
-        self.files = RunFiles(run, self.recorder)
+        self.recorder = RunRecorder(run, self.note, self.clock, self.storage_wait, opened.term)
+        self.files = RunFiles(run, self.recorder, self.storage.journal.sync)
         self.storage_wait.tell = say = self.recorder.recoveries.say
         begin = opened.begin
         if begin is None:
@@ -304,6 +320,10 @@ class Decider:
         for remark in opened.remarks:
             say(remark)
         self.state = replay(options, opened.lines, self.recorder.recall)
+        self.num_read = opened.num_written
+        refuse_unknown_workers(run, opened, self.state.num_started, num_started(run.name))
+        if opened.lag:
+            self.recorder.recoveries.bits.end(opened.lag)
         address, me = ray.util.get_node_ip_address(), ray.get_actor(self.own_name, namespace=NAMESPACE)
         self.node_monitor = NodeMonitor(run_spec, self.put, secrets.token_hex(16))
         self.node_monitor.open(address)
@@ -349,6 +369,9 @@ class Decider:
         self._end_if_nobody_answers()
         if self.driver_feed.ended is not None:
             return
+        if self.storage.journal.is_cut():
+            self.note({"note": "cut"})
+            self.recorder.recoveries.say(JOURNAL_CUT.format(self.storage.journal.path))
         self._decide(Tick(self.cause()))
         waits = waiting_for(self.state, self.clock())
         if self.recorder.is_first("waits for", waits) and waits:
@@ -402,7 +425,7 @@ class Decider:
                 # Once, of a node that Ray ends before the driver gives up, where the head can come back at all.
                 if reconnect_s < lease_s and is_kept(environment()) and self.recorder.is_first("ends early", True):
                     warning = warn_if_shorter(f"all processes of node {node}", reconnect_s, lease_s)
-                    self.recorder.recoveries.lines.append(warning)
+                    self.recorder.recoveries.add_line(warning)
             case WorkerFound(described):
                 self.dispatch.watch(described)
             case Death():

@@ -18,6 +18,7 @@ from typing import Any, TypedDict
 from elastic_ring.control.messages import CallbacksAnswered, Checkpoint, Event
 from elastic_ring.control.state import State
 from elastic_ring.monitor.metrics import CheckpointEvent, StepMetrics
+from elastic_ring.runtime.coordinator.folds.recovery_log import LinesHeard
 from elastic_ring.runtime.notices import Notice
 from elastic_ring.runtime.worker.coordinator_client import WorkerDescription
 
@@ -132,10 +133,12 @@ class End(TypedDict, total=False):
 
 
 class News(TypedDict, total=False):
-    """The answer to a driver that follows the run: new steps and lines, the present phase, and the end."""
+    """The answer to a driver that follows the run: new steps and lines, which lines it has then, the present phase,
+    and the end."""
 
     steps: list[StepMetrics]
     lines: list[str]
+    heard: LinesHeard
     phase: str
     generation: int
     term: int

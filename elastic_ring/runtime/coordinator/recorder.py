@@ -86,14 +86,16 @@ class Begin:
 
 
 class RunRecorder:
-    """The records of one run. `record` brings a fact into the journal; `clock` is the coordinator's; `retries` writes
-    steps again that the folder refuses."""
+    """The records of one run. `record` brings a fact into the journal; `clock` and `term` are the coordinator's;
+    `retries` writes steps again that the folder refuses."""
 
-    def __init__(self, run: RunConfig, record: RecordFact, clock: Callable[[], float], retries: Retried = ONCE) -> None:
+    def __init__(
+        self, run: RunConfig, record: RecordFact, clock: Callable[[], float], retries: Retried = ONCE, term: int = 0
+    ) -> None:
         self._run, self._record = run, record
         self.live, self.now = Live(), clock
         self.begin, self.steps, self.metrics = Begin(), PublishedSteps(), MetricsLog(run.folder, retries)
-        self.totals, self.recoveries = RunTotals(), RecoveryLog(run, record)
+        self.totals, self.recoveries = RunTotals(), RecoveryLog(run, record, term)
         self.detectors = Detectors(run)
         self.goodput = Goodput(0.0)
         self.newest_vote: Vote | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -21,7 +22,7 @@ from elastic_ring.files import cut, few, name_below, shown_url
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Flaw, Lines
 from elastic_ring.monitor.json_files import as_written, parse_json
-from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, ResumePoint
+from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME, ResumePoint, cut_at_its_end
 from elastic_ring.runtime.identity import Identity
 from elastic_ring.runtime.run_storage import growing
 from elastic_ring.state.checkpoints.checkpoint import committed, wrong_with
@@ -48,10 +49,13 @@ def earlier(storage: Storage, lineage: int, identity: str, damaged: dict[str, st
     attempts = [f"{name}/" for name in storage.folders() if name.startswith("attempt-")]
     for folder in ("", *reversed(attempts)):
         name = folder + JOURNAL_NAME
-        lines = standing(_records(storage, name, damaged))
+        records = list(_records(storage, name, damaged))
+        lines = standing(records)
         begin = next((line for line in lines if line.get("note") == "begin"), None)
         if begin is None or begin.get("lineage", 0) != lineage or begin.get("identity", identity) != identity:
             continue
+        if cut := cut_at_its_end(storage.at(name), len(records), _status(storage, folder + STATUS_NAME)):
+            damaged[name] = f"{cut}: {FROM_OTHER_LINES}"
         lines_of_steps = (line for line in _records(storage, folder + METRICS_NAME, damaged) if "loss_hex" in line)
         num_steps = max((step + 1 for line in lines_of_steps if type(step := line.get("step")) is int), default=0)
         try:
@@ -62,6 +66,16 @@ def earlier(storage: Storage, lineage: int, identity: str, damaged: dict[str, st
     return Earlier()
 
 
+FROM_OTHER_LINES = "which sequences the steps after the checkpoint used is known from the other lines only"
+
+
+def _status(storage: Storage, name: str) -> Mapping[str, object]:
+    """A run's status.json; empty where it is missing or damaged, as it counts for nothing then."""
+    with suppress(RecordDamaged):
+        return parse_json(storage.read_record(name), storage.at(name)) if storage.exists(name) else {}
+    return {}
+
+
 def _records(storage: Storage, name: str, damaged: dict[str, str]) -> Iterator[dict[str, Any]]:
     wrong = list[Flaw]()
     try:
@@ -70,10 +84,7 @@ def _records(storage: Storage, name: str, damaged: dict[str, str]) -> Iterator[d
     except RecordDamaged as error:
         damaged[name] = error.message
     if wrong:
-        damaged[name] = (
-            f"line {wrong[0].line} of {storage.at(name)} {wrong[0].problem}: which sequences the steps after the "
-            "checkpoint used is known from the other lines only"
-        )
+        damaged[name] = f"line {wrong[0].line} of {storage.at(name)} {wrong[0].problem}: {FROM_OTHER_LINES}"
 
 
 LINEAGES = "lineages"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,10 @@ MOST_RECOVERIES = 20
 
 class RunFiles:
     """Writes the status of a run while it lives, its end, and its summary. An end is never overwritten: workers publish
-    until they are killed."""
+    until they are killed. `num_journalled()` brings the journal's lines to disk: so many."""
 
-    def __init__(self, run: RunConfig, recorder: RunRecorder) -> None:
-        self._run, self._recorder = run, recorder
+    def __init__(self, run: RunConfig, recorder: RunRecorder, num_journalled: Callable[[], int] = int) -> None:
+        self._run, self._recorder, self._num_journalled = run, recorder, num_journalled
         self._written_at, self._has_end = 0.0, False
 
     def is_status_due(self) -> bool:
@@ -59,7 +59,8 @@ class RunFiles:
         if end is None and self._has_end:
             return
         self._written_at, self._has_end = time.monotonic(), end is not None
-        _replace_status(self._run.folder, {**self.status(state), **(_end_fields(end) if end is not None else {})})
+        status = {**self.status(state), "journal_lines": self._num_journalled()}
+        _replace_status(self._run.folder, {**status, **(_end_fields(end) if end is not None else {})})
 
     def write_bare_end(self, end: End) -> None:
         """The end alone, where the rest could not be made."""

@@ -33,7 +33,16 @@ from elastic_ring.errors import (
 from elastic_ring.monitor import json_files
 from elastic_ring.monitor.journal import Flaw, Journal, salvage_file
 from elastic_ring.monitor.json_files import read_json
-from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, OF_RUN, STATUS_NAME, SUMMARY_NAME, MetricsLine
+from elastic_ring.monitor.metrics import (
+    JOURNAL_NAME,
+    METRICS_NAME,
+    OF_RUN,
+    STATUS_NAME,
+    SUMMARY_NAME,
+    MetricsLine,
+    cut_at_its_end,
+    read_status,
+)
 from elastic_ring.monitor.metrics_log import StepTable, rebuild_metrics
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.run_spec import (
@@ -70,17 +79,32 @@ OF_CONTENT = (CoordinatorLost, RecordDamaged, LookupError, TypeError, ValueError
 """Errors of a journal's content. A storage that is away raises other errors, and is waited for."""
 
 
-def num_failed_starts(coordinator: str, attempt: str, error: BaseException | None) -> int:
-    """How many starts in a row have failed for the content of the journal, with this `error`; None if this start has
-    not. Each is another process, so the head of the cluster keeps the number."""
-    key, number = f"{coordinator}:{attempt}:failed starts".encode(), 0
-    try:
-        if isinstance(error, OF_CONTENT):
-            number = 1 + int(_internal_kv_get(key) or 0)
-        _internal_kv_put(key, b"%d" % number)
-    except Exception:
-        log.exception("could not count a failed start")
-    return number
+class FailedStarts:
+    """The starts of a coordinator that failed in a row. Each is another process, so the head of the cluster keeps how
+    many failed for the content of the journal, and the seconds that all took."""
+
+    def __init__(self, coordinator: str, attempt: str, limit_s: float) -> None:
+        self._key, self._limit_s = f"{coordinator}:{attempt}:failed starts".encode(), limit_s
+        self._begun_s = time.monotonic()
+
+    def allow(self, error: BaseException) -> bool:
+        """Whether one more may follow this one, which failed with `error`."""
+        try:
+            number, failing_s = map(float, (_internal_kv_get(self._key) or b"0 0").split())
+            number += isinstance(error, OF_CONTENT)
+            failing_s += time.monotonic() - self._begun_s + RESTART_PAUSE_S
+            _internal_kv_put(self._key, b"%d %.3f" % (number, failing_s))
+        except Exception:
+            log.exception("could not count a failed start")
+            return True
+        return number < MOST_FAILED_STARTS and failing_s <= self._limit_s
+
+    def forget(self) -> None:
+        """This start has not failed."""
+        try:
+            _internal_kv_put(self._key, b"0 0")
+        except Exception:
+            log.exception("could not forget failed starts")
 
 
 @dataclass(frozen=True)
@@ -93,6 +117,8 @@ class Startup:
     lines: tuple[JournalLine, ...] = ()
     remarks: tuple[str, ...] = ()
     """A line for each damaged record that was set aside."""
+    lag: str = ""
+    """The journal in the store lacks lines of a coordinator whose node was lost."""
 
     @property
     def term(self) -> int:
@@ -121,12 +147,12 @@ def open_run(
     """
     folder, run = run_spec.run.folder, run_spec.run
     refuse = partial(refuse_to_begin, run_spec, is_restart=is_restart, remaining=remaining, built=built)
-    reading = _Reading(run_spec, refuse)
+    reading = Reading(run_spec, refuse)
     has_claimed = is_restart and terms.has_claimed(run_spec.attempt)
     steps = begin(run.name, run.storage_uri, run_spec.attempt, has_claimed=has_claimed)
     claim = _carry_out(steps, terms, run_spec.attempt, reading)
     if reading.is_own:
-        return Startup(claim, reading.num_written, tuple(reading.lines))
+        return Startup(claim, reading.num_written, tuple(reading.lines), lag=reading.cut)
     # Actors of a dead coordinator would use the resources that this run needs.
     left = clear()
     if left:
@@ -159,6 +185,17 @@ def open_when_stored(run: RunConfig, attempt: Callable[[], Startup], *, is_resta
             time.sleep(RESTART_PAUSE_S)
 
 
+def refuse_unknown_workers(run: RunConfig, startup: Startup, num_known: int, num_started: int) -> None:
+    """Raises JournalDamaged where a run has started more workers than its journal knows; a copy in a store lags."""
+    if num_started > num_known and not run.is_remote:
+        raise JournalDamaged(
+            f"{run.folder / JOURNAL_NAME} ends after line {startup.num_written} and lacks workers that this run has "
+            "started: lines at its end are missing. Submit the run again: it goes on from its newest checkpoint",
+            path=str(run.folder / JOURNAL_NAME),
+            line=startup.num_written,
+        )
+
+
 def begin_note(run_spec: RunSpec, now: float) -> JournalLine:
     """The journal's note that this submission begins."""
     note = {
@@ -174,7 +211,7 @@ def begin_note(run_spec: RunSpec, now: float) -> JournalLine:
     return cast("JournalLine", note)
 
 
-def _carry_out(steps: Generator[Action, Any, TermClaim], terms: Terms, attempt: str, reading: _Reading) -> TermClaim:
+def _carry_out(steps: Generator[Action, Any, TermClaim], terms: Terms, attempt: str, reading: Reading) -> TermClaim:
     """Carry out the actions of `steps` against the storage; returns the claim."""
     own: TermClaim | None = None
     try:
@@ -205,7 +242,7 @@ def _carry_out(steps: Generator[Action, Any, TermClaim], terms: Terms, attempt: 
         return claim
 
 
-class _Reading:
+class Reading:
     """The run's journal as it was last read."""
 
     def __init__(self, run_spec: RunSpec, refuse: Callable[[Sequence[JournalLine]], None]) -> None:
@@ -214,6 +251,7 @@ class _Reading:
         self.damaged: list[Flaw] = []
         self.lines: list[JournalLine] = []
         self.is_own = False
+        self.cut = ""
 
     def read(self) -> None:
         """Raises as `refuse_to_begin`, where the journal is not this attempt's; JournalDamaged where it is."""
@@ -228,12 +266,16 @@ class _Reading:
         self.is_own = bool(begins) and begins[-1]["attempt"] == run_spec.attempt
         if not self.is_own:
             self._refuse(begins)
-        elif self.damaged:
+            return
+        self.cut = cut_at_its_end(path, self.num_written, read_status(run_spec.run.folder))
+        if self.damaged or (self.cut and not run_spec.run.is_remote):  # copies in a store lag
+            line = self.damaged[0].line if self.damaged else self.num_written
+            problem = f"line {line} of {path} {self.damaged[0].problem}" if self.damaged else self.cut
             raise JournalDamaged(
-                f"line {self.damaged[0].line} of {path} {self.damaged[0].problem}, so a new coordinator cannot tell "
-                "what was decided: submit the run again, and it goes on from its newest checkpoint",
+                f"{problem}, so a new coordinator cannot tell what was decided: submit the run again, and it goes on "
+                "from its newest checkpoint",
                 path=str(path),
-                line=self.damaged[0].line,
+                line=line,
             )
 
 
@@ -301,8 +343,8 @@ def refuse_to_begin(
     if is_restart and not begins and (generation := built()):
         raise JournalDamaged(
             f"no journal of run {run.name} is in {run.folder} on host {socket.gethostname()}, although its workers "
-            f"have built generation {generation}: the folder was moved, emptied or is not mounted. The run ends; put "
-            "the folder back and submit again: it goes on from its newest checkpoint",
+            f"have built generation {generation}: the folder was moved or is not mounted, or the journal was cut. The "
+            "run ends; put it back and submit again: it goes on from its newest checkpoint",
             path=str(run.folder / JOURNAL_NAME),
         )
     if is_restart and remaining():

@@ -312,6 +312,12 @@ def built_generation(run: str, wait_s: float) -> int:
     return max(generations)
 
 
+def num_started(run: str) -> int:
+    """How many workers the run has started at least, by the names of those that exist."""
+    names = _actors(run, actor_name(run, "coordinator"))
+    return max((1 + int(match[1]) for name in names if (match := re.search(r":w(\d+)\.t\d+$", name))), default=0)
+
+
 def _groups(run: str) -> list[str]:
     prefix = actor_name(run, "")
     return sorted(

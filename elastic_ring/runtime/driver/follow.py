@@ -29,6 +29,7 @@ from elastic_ring.monitor.callbacks import Callback, CallbackDelivery, RunInfo
 from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.monitor.result import Result
 from elastic_ring.runtime import run_storage
+from elastic_ring.runtime.coordinator.folds.recovery_log import LinesHeard
 from elastic_ring.runtime.coordinator.inbox import End, News
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.access import is_listening
@@ -102,12 +103,12 @@ class Follower:
 
     def _follow(self, coordinator: Any, attempt: str) -> End:
         """Show progress until the run ends; returns how it ended. Each call to the coordinator renews the lease."""
-        newest, num_lines, is_open = (0, -1), 0, False
+        newest, heard, is_open = (0, -1), LinesHeard(), False
         link = CoordinatorLink(self._run, ray.get_runtime_context().gcs_address, attempt)
         with self.delivery() as delivery, ProgressLine(sys.stderr, self._submission.task.step.steps) as progress:
             while True:
                 try:
-                    news = link.ask(coordinator, newest, num_lines)
+                    news = link.ask(coordinator, newest, heard)
                 except ActorDiedError as error:
                     end = attach.end_on_record(self._run, attempt)
                     if end is not None:  # another driver saw the end first and killed the coordinator
@@ -120,7 +121,7 @@ class Follower:
                     is_open = True
                 for line in news["lines"]:
                     progress.note(line)
-                num_lines += len(news["lines"])
+                heard = news["heard"]
                 for metrics in news["steps"] if self._run.progress else ():
                     progress.step(metrics)
                 newest = max([newest, *((metrics.generation, metrics.step) for metrics in news["steps"])])
@@ -190,18 +191,19 @@ class CoordinatorLink:
         """`attempt`: the submission that this driver follows."""
         self._run, self._gcs_address, self._own = run, gcs_address, TermClaim(0, attempt)
         self._silent_since: float | None = None  # of the coordinator
+        self._starting_since: float | None = None  # one process after the other may answer, and none begin
         self._head_silent_since: float | None = None
         self._looked_at = 0.0
 
-    def ask(self, coordinator: Any, newest: tuple[int, int], num_lines: int) -> News | None:
-        """The coordinator's news after step `newest`, (generation, step), and so many lines; None while it is away.
+    def ask(self, coordinator: Any, newest: tuple[int, int], heard: LinesHeard) -> News | None:
+        """The coordinator's news after step `newest`, (generation, step), and these lines; None while it is away.
 
         Raises: CoordinatorLost after `lease_s` without an answer; ActorDiedError when it is gone for good.
         """
         error: BaseException | None = None
         try:
             generation, step = newest
-            news = self._get(coordinator.follow.remote(step, num_lines, generation))
+            news = self._get(coordinator.follow.remote(step, heard, generation))
         except (GetTimeoutError, ActorUnavailableError) as failure:
             # Ray restarts a coordinator that was killed; one that froze may resume.
             news, error = None, failure
@@ -209,6 +211,7 @@ class CoordinatorLink:
         if news is not None:
             self._silent_since = None
             self._own = replace(self._own, term=news.get("term", self._own.term))
+            self._refuse_starts(news, now)
             if head_answers and self._head_silent_since is not None:
                 away_s = now - self._head_silent_since
                 log.warning("run %s: the head and the coordinator answer again after %.0f s", self._run.name, away_s)
@@ -221,6 +224,14 @@ class CoordinatorLink:
             self._give_up(f"no {silent} answered run {self._run.name} for {lease_s:.0f} s (timeouts.lease_s)", error)
         time.sleep(min(ASK_S, lease_s / 10))
         return None
+
+    def _refuse_starts(self, news: News, now: float) -> None:
+        is_starting = news.get("phase") == "starting" and news["ended"] is None
+        self._starting_since = (self._starting_since or now) if is_starting else None
+        limit_s = self._run.timeouts.lease_s + self._run.checkpoint_config.fail_after_s
+        if self._starting_since is not None and now - self._starting_since > limit_s:
+            limit = f"{limit_s:.0f} s (timeouts.lease_s and checkpoint.fail_after_s)"
+            self._give_up(f"each coordinator of run {self._run.name} has ended in its start for {limit}", None)
 
     def raise_gone(self, error: BaseException) -> Never:
         """Raises CoordinatorLost for a coordinator that does not come back."""

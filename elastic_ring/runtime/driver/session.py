@@ -139,7 +139,7 @@ def _await_clear(coordinator: Any, run: RunConfig, head_gone: threading.Event, s
     deadline, ended = time.monotonic() + save_s + clear_s + ASK_S, None
     while ended is None and ray.is_initialized() and not head_gone.is_set() and time.monotonic() < deadline:
         try:
-            ended = ray.get(coordinator.follow.remote(1 << 60, 1 << 30), timeout=ASK_S)["ended"]
+            ended = ray.get(coordinator.follow.remote(1 << 60), timeout=ASK_S)["ended"]
         except ray.exceptions.ActorDiedError:
             return "stopped, but the coordinator died while it cleared the run: see `ray list actors` for what is left"
         except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError) as error:

@@ -158,7 +158,7 @@ def test_a_run_that_was_abandoned_starts_anew_when_submitted_again(local_ray, tm
     run = tiny_trainer(tmp_path, "again", steps=3, **ALONE)
     corpse: Any = run.submission().find_or_start(open_source(run.task.data).fingerprint)
     corpse.abandon.remote("no driver")
-    while ray.get(corpse.follow.remote(-1, 0))["ended"] is None:
+    while ray.get(corpse.follow.remote(-1))["ended"] is None:
         time.sleep(0.1)
     result = run.fit()
     assert result.summary["steps"] == 3

@@ -10,8 +10,9 @@ import shutil
 import signal
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,7 +23,7 @@ from benchmarks.harness.runs import actor_pids
 from elastic_ring import Callback, CheckpointConfig, EarlyStopping
 from elastic_ring.data.sampling.validation import ValidationSet, measured
 from elastic_ring.data.source import TextFiles, open_source
-from elastic_ring.errors import RunFailed, StorageFailed
+from elastic_ring.errors import JournalDamaged, RunFailed, StorageFailed
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.json_files import read_json
 from elastic_ring.monitor.metrics import read_metrics, write_json
@@ -34,7 +35,19 @@ from elastic_ring.runtime.coordinator.startup import MOST_FAILED_STARTS
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, left_behind
 from elastic_ring.runtime.driver.follow import Follower
 from elastic_ring.runtime.driver.submission import Submission
-from tests.ray.conftest import ALONE, Heard, bits, fault_free, finished, notes, num_steps, pids, tiny_trainer, wait_for
+from tests.ray.conftest import (
+    ALONE,
+    Heard,
+    bits,
+    fault_free,
+    finished,
+    notes,
+    num_steps,
+    pids,
+    status,
+    tiny_trainer,
+    wait_for,
+)
 
 
 @pytest.mark.slow
@@ -175,8 +188,8 @@ def test_a_coordinator_that_died_before_the_summary_was_written_writes_it_when_i
         .options(name=name, namespace=NAMESPACE, lifetime="detached", max_concurrency=8, num_cpus=0)
         .remote(run_spec)
     )
-    wait_for(lambda: ray.get(again.follow.remote(-1, 0))["ended"] is not None)
-    ended = ray.get(again.follow.remote(-1, 0))["ended"]
+    wait_for(lambda: ray.get(again.follow.remote(-1))["ended"] is not None)
+    ended = ray.get(again.follow.remote(-1))["ended"]
     ray.kill(again)
     assert ended["error"] == ""
     written = read_json(first.path / "summary.json")
@@ -302,3 +315,114 @@ def test_a_coordinator_that_cannot_begin_for_its_journal_ends_the_run(local_ray,
         assert len(notes(folder, "term")) == 1 + MOST_FAILED_STARTS
     elif name == "no-journal":
         assert not folder.exists(), "nothing makes the folder anew"
+
+
+def cut(folder: Path, lines: Callable[[list[bytes]], list[bytes]], *, keeps_status: bool = False) -> None:
+    """Leaves these lines of the journal, in the same file, and the old status or none."""
+    path = folder / "journal.jsonl"
+    data = b"".join(lines(path.read_bytes().splitlines(keepends=True)))
+    path.write_bytes(data)
+    if not keeps_status:
+        (folder / "status.json").unlink()
+
+
+def before_build_2(lines: list[bytes]) -> list[bytes]:
+    at = next(k for k, line in enumerate(lines) if b'"type":"Build"' in line and b'"generation":2' in line)
+    return lines[:at]
+
+
+def before_the_first_worker(lines: list[bytes]) -> list[bytes]:
+    return lines[: next(k for k, line in enumerate(lines) if b'"type":"StartWorker"' in line)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "lines", "keeps_status", "error"),
+    [
+        ("to-0", lambda lines: [], False, r"no journal of run to-0 is in .*goes on from its newest checkpoint"),
+        ("half", lambda lines: lines[: len(lines) // 2], True, r"ends after line \d+, and \d+ had been written"),
+        ("last", lambda lines: lines[:-1], True, r"ends after line \d+, and \d+ had been written"),
+        (
+            "build",
+            before_build_2,
+            False,
+            r"ends after line \d+ and knows generation 1 as the newest, but w\d+\.t1 is in",
+        ),
+        ("workers", before_the_first_worker, False, r"ends after line \d+ and lacks workers that this run has started"),
+    ],
+)
+def test_a_coordinator_that_dies_after_its_journal_was_cut_ends_the_run(
+    local_ray, tmp_path, name, lines, keeps_status, error
+):
+    """With the status, or by the members alone: without it, a copy of the whole folder of before was put there."""
+    folder, gate = tmp_path / name, tmp_path / "gate"
+    mesh = {**ALONE, "dp": 1 + (name == "build")}
+    trainer = tiny_trainer(tmp_path, name, steps=40, gate=gate, **mesh)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for(lambda: num_steps(folder) > 2)
+        coordinator = ray.get_actor(actor_name(name, "coordinator"), namespace=NAMESPACE)
+        process = psutil.Process(ray.get(coordinator.identity.remote()).pid)
+        if name == "build":
+            ray.get(coordinator.scale.remote(1, None))
+            wait_for(lambda: status(folder)["generation"] == 2)
+        time.sleep(2.0)  # the status is of every second
+        process.suspend()
+        cut(folder, lines, keeps_status=keeps_status)
+        process.kill()
+        with pytest.raises((RunFailed, JournalDamaged), match=error):
+            run.result()
+    assert left_behind(name) == []
+    assert not (folder / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_a_coordinator_whose_journal_is_cut_says_so_trains_on_and_its_successor_ends_the_run(
+    local_ray, tmp_path, capsys
+):
+    folder, gate, heard = tmp_path / "live", tmp_path / "gate", list[str]()
+    trainer = tiny_trainer(tmp_path, "live", steps=60, gate=gate, **ALONE)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for(lambda: num_steps(folder) > 2)
+        cut(folder, lambda lines: lines[:-1])
+        wait_for(
+            lambda: heard.append(capsys.readouterr().err) or "was cut or replaced: training goes on" in "".join(heard)
+        )
+        wait_for(lambda: num_steps(folder) > num_steps(folder) - 1 > 4)
+        (pid,) = actor_pids("Coordinator")
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RunFailed, match=r"line \d+ of .*journal\.jsonl does not follow the line before it"):
+            run.result()
+    assert "".join(heard).count("was cut or replaced") == 1
+    assert left_behind("live") == []
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_cannot_read_its_folder_ends_the_run_after_fail_after_s(local_ray, tmp_path):
+    """Each of its starts is another process, which answers the driver and ends."""
+    folder, gate = tmp_path / "loop", tmp_path / "gate"
+    checkpoints = CheckpointConfig(fail_after_s=6.0)
+    trainer = tiny_trainer(tmp_path, "loop", steps=60, gate=gate, run={"checkpoint_config": checkpoints}, **ALONE)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for(lambda: num_steps(folder) > 2)
+        path = folder / "journal.jsonl"
+        path.rename(folder / "journal.old")
+        path.symlink_to("journal.jsonl")
+        (pid,) = actor_pids("Coordinator")
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RunFailed, match=r"OSError: .*symbolic links"):
+            run.result()
+    assert left_behind("loop") == []
+
+
+@pytest.mark.slow
+def test_a_driver_gets_each_line_once_though_the_coordinator_is_killed(local_ray, tmp_path, capsys):
+    faults = "kill@step=2,rank=1; kill-coordinator@step=5; kill@step=8,rank=1"
+    trainer = tiny_trainer(tmp_path, "lines", steps=14, slow_s=0.3, faults=faults, dp=2, cp=1, spares=1)
+    summary = finished(trainer).summary
+    lines = capsys.readouterr().err.splitlines()
+    told = [line for line in lines if "rank 1 died" in line]
+    assert len(summary["recoveries"]) == 3
+    assert len(told) == 2, "one before the restart, which hid as many after it"

@@ -11,7 +11,7 @@ from elastic_ring.control.facts import fact_of, line_of
 from elastic_ring.control.state import LostWorker
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.agent.messages import Death
-from elastic_ring.runtime.coordinator.folds.recovery_log import RecoveryLog
+from elastic_ring.runtime.coordinator.folds.recovery_log import LinesHeard, RecoveryLog
 from tests.unit.coordinator.builders import change
 
 RUN = RunConfig("story", run_dir="runs/story", faults="kill@step=3,rank=1")  # type: ignore[arg-type]
@@ -173,3 +173,25 @@ def test_a_worker_that_was_killed_for_its_device_is_told_of_by_the_devices_words
     assert story.records[0].cause == (
         "rank 1 device error in backward of step 3 (AcceleratorError: CUDA error: an ECC error)"
     )
+
+
+def test_a_driver_gets_each_line_once_though_the_coordinator_starts_again(notes):
+    first = RecoveryLog(RUN, notes.append, term=1)
+    first.say("before")
+    lines, heard = first.news(LinesHeard())
+    assert lines == ["before"]
+    first.say("slow rank")
+    first.begin(change(), 3)
+    first.committed(3, 11.0)
+    recovery = first.lines[-1]
+    late = first.news(heard)
+    assert late[0] == ["slow rank", recovery]
+    again = RecoveryLog(RUN, notes.append, term=2)
+    for fact in list(notes):
+        again.saw(fact)
+    again.say("the storage waits")
+    assert again.news(late[1])[0] == ["the storage waits"], "what it heard before does not hide what is new"
+    assert again.news(heard)[0] == [recovery, "the storage waits"], "a recovery that it had not heard of"
+    lines, heard = again.news(LinesHeard())
+    assert lines == again.lines == [recovery, "the storage waits"]
+    assert again.news(heard) == ([], heard)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +16,13 @@ from elastic_ring.control.messages import Checkpoint
 from elastic_ring.errors import CoordinatorLost, JournalDamaged, RunFailed, TermLost
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.json_files import json_bytes
+from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.resume import Resume
 from elastic_ring.runtime.coordinator.run_spec import RunSpec, control_options
-from elastic_ring.runtime.coordinator.startup import Startup, open_run
+from elastic_ring.runtime.coordinator.startup import Reading, Startup, open_run, refuse_to_begin
 from elastic_ring.runtime.terms import Terms
 from tests.journals import journal_bytes
+from tests.unit.monitor.recorded_runs import RecordedRun
 
 
 def run_spec(folder: Path, attempt: str, submitted_unix_s: float = 50.0) -> RunSpec:
@@ -101,3 +105,52 @@ def test_a_finished_run_and_actors_that_stay_are_no_beginning(tmp_path):
         open_run(made, Terms(made.run), is_restart=False, remaining=list, clear=lambda: ["er:opened:w-1"])
     assert not (tmp_path / "terms").exists(), "refused before a term is claimed"
     assert sorted(path.name for path in (tmp_path / "held" / "terms").iterdir()) == ["000001", "000001.withdrawn"]
+
+
+def edits(lines: list[bytes]) -> Iterator[tuple[str, int, list[bytes]]]:
+    """A journal with each line deleted, doubled, swapped with the next, and cut before it."""
+    for k in range(len(lines)):
+        yield "deleted", k, lines[:k] + lines[k + 1 :]
+        yield "doubled", k, lines[: k + 1] + lines[k:]
+        yield "swapped", k, [*lines[:k], *reversed(lines[k : k + 2]), *lines[k + 2 :]]
+        yield "cut", k, lines[:k]
+
+
+@pytest.mark.parametrize("name", ["kill", "lost-coordinator"])
+def test_a_recorded_journal_with_any_line_deleted_doubled_swapped_or_cut_is_refused(tmp_path, name):
+    """Or it gives the same state: never another one."""
+    recorded, folder = RecordedRun.read(name), tmp_path / name
+    lines, path = recorded.files["journal.jsonl"].splitlines(keepends=True), folder / "journal.jsonl"
+    (begin,) = [line for line in recorded.journal if line.get("note") == "begin"]
+    made = replace(run_spec(folder, begin["attempt"]), run=recorded.run_config(folder))
+    folder.mkdir()
+    (folder / "status.json").write_bytes(json_bytes({**recorded.status, "journal_lines": len(lines)}))
+
+    def read(data: list[bytes]) -> list[Any]:
+        path.write_bytes(b"".join(data))
+        refuse = partial(refuse_to_begin, made, is_restart=True, remaining=list, built=lambda: 1)
+        reading = Reading(made, refuse)
+        reading.read()
+        return reading.lines
+
+    whole = read(lines)
+    assert len(whole) == len(lines) > 90
+    for edit, k, left in edits(lines):
+        if left == lines:  # the last one has no next
+            assert read(left) == whole
+            continue
+        with pytest.raises(JournalDamaged, match=str(folder)):
+            pytest.fail(f"line {k} {edit}: {read(left) == whole}")
+
+
+def test_a_copy_in_a_store_that_lacks_the_newest_lines_is_gone_on_with_and_says_so(tmp_path, monkeypatch):
+    """Its coordinator's node was lost within a second of them."""
+    begun(tmp_path, "a")
+    (tmp_path / "status.json").write_bytes(json_bytes({"journal_lines": 4}))
+    made = run_spec(tmp_path, "a")
+    with pytest.raises(JournalDamaged, match=r"journal\.jsonl ends after line 2, and 4 had been written.*newest check"):
+        opened(made, is_restart=True)
+    monkeypatch.setattr(RunConfig, "is_remote", True)
+    monkeypatch.setattr(RunConfig, "folder", tmp_path)
+    monkeypatch.setattr(run_storage, "fetch", lambda *_, **__: None)
+    assert "ends after line 2, and 4" in opened(made, is_restart=True).lag

@@ -9,6 +9,7 @@ import re
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -325,3 +326,44 @@ def test_a_json_file_of_another_format_is_no_damage() -> None:
     digest = hashlib.sha256(re.sub(rb"[0-9a-f]{64}", b"0" * 64, of_format_1)).hexdigest().encode()
     with pytest.raises(OtherFormat, match=r"status\.json has format 1, .* reads format 2"):
         parse_json(re.sub(rb"[0-9a-f]{64}", digest, of_format_1), "status.json")
+
+
+def cut_in_half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def put_an_older_copy_there(path: Path) -> None:
+    copy = path.with_suffix(".copy")
+    copy.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+    copy.replace(path)
+
+
+@pytest.mark.parametrize("cut", [cut_in_half, empty, put_an_older_copy_there])
+def test_its_writer_sees_that_it_was_cut_and_the_next_line_shows_it_to_every_reader(
+    tmp_path: Path, cut: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        for record in RECORDS:
+            journal.append(record)
+        assert (journal.is_cut(), journal.sync()) == (False, 3)
+        cut(path)
+        assert journal.is_cut()
+        journal.append({"note": "cut"})
+        assert not journal.is_cut(), "it is told once"
+    with pytest.raises(JournalDamaged):
+        list(read(path))
+
+
+def test_a_journal_that_is_away_with_its_folder_is_not_cut(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.append({"n": 1})
+        path.parent.rename(tmp_path / "elsewhere")
+        assert not journal.is_cut()
+        path.parent.mkdir()
+        assert not journal.is_cut()

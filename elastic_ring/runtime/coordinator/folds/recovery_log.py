@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic_ring.config import RunConfig
 from elastic_ring.control.decisions.crash_loop import OF_ONE_DEVICE
@@ -47,6 +47,21 @@ BROKE_OFF = {
     "back": "went back on purpose",
 }
 """By the kind of a `MemberFailed`."""
+
+
+class DriverLine(NamedTuple):
+    """`is_recovery`: from a fact, so that a restarted coordinator has it again."""
+
+    text: str
+    is_recovery: bool = False
+
+
+class LinesHeard(NamedTuple):
+    """The lines that a driver has: of recoveries, and the rest of the coordinator of `term`."""
+
+    num_recoveries: int = 0
+    term: int = 0
+    num_rest: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,12 +156,13 @@ class EqualBits:
 
 
 class RecoveryLog:
-    """The recoveries of a run, and the lines that its log and drivers get. `record` brings a fact into the journal."""
+    """The recoveries of a run, and the lines that its log and drivers get. `record` brings a fact into the journal;
+    `term` is the coordinator's."""
 
-    def __init__(self, run: RunConfig, record: RecordFact) -> None:
-        self._run, self._record = run, record
+    def __init__(self, run: RunConfig, record: RecordFact, term: int = 0) -> None:
+        self._run, self._record, self._term = run, record, term
         self.records: list[Recovery] = []
-        self.lines: list[str] = []
+        self._lines: list[DriverLine] = []
         self.fired: dict[int, FaultFired] = {}
         self.deaths: dict[str, Death] = {}
         self.bits = EqualBits(self._tell, self.say)
@@ -267,10 +283,28 @@ class RecoveryLog:
         self._tell(RecoveryEnded(recovery.to_json(), closes))
         log.warning("%s", self.lines[-1])
 
+    @property
+    def lines(self) -> list[str]:
+        return [line.text for line in self._lines]
+
+    def add_line(self, text: str) -> None:
+        """To drivers."""
+        self._lines.append(DriverLine(text))
+
+    def news(self, heard: LinesHeard) -> tuple[list[str], LinesHeard]:
+        """The lines that a driver lacks which has `heard` so far, and what it has then. For any thread."""
+        first = {True: heard.num_recoveries, False: heard.num_rest if heard.term == self._term else 0}
+        num, new = {True: 0, False: 0}, list[str]()
+        for text, is_recovery in self._lines[:]:
+            num[is_recovery] += 1
+            if num[is_recovery] > first[is_recovery]:
+                new.append(text)
+        return new, LinesHeard(num[True], self._term, num[False])
+
     def say(self, line: str) -> None:
         """To the log and to drivers."""
         log.warning("%s", line)
-        self.lines.append(line)
+        self.add_line(line)
 
     # ------------------------------------------------------------ the fold
 
@@ -290,7 +324,7 @@ class RecoveryLog:
                 self._open_faults.clear()
             case RecoveryEnded():
                 self.records.append(Recovery.from_json(fact.recovery))
-                self.lines.append(recovery_line(self.records[-1]))
+                self._lines.append(DriverLine(recovery_line(self.records[-1]), is_recovery=True))
                 if fact.closes:
                     self._open = None
                 else:
