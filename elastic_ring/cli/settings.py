@@ -11,7 +11,7 @@ import dataclasses
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from types import UnionType
@@ -21,6 +21,7 @@ import tyro
 
 from elastic_ring.cli import coloured
 from elastic_ring.cli.data_settings import DataConfig, data_flag, prepared_data, validation_sets
+from elastic_ring.cli.options import HELP_ALL, check_options, in_one_line, options_of, screen
 from elastic_ring.cli.schedule import RATES, DefaultRates, default_rates, schedule_before, steps_of, usual_rates
 from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small, shown_plain
@@ -250,11 +251,23 @@ class SettingsFile:
 
 
 def parse(argv: Sequence[str]) -> TrainSettings:
-    """The settings that the arguments ask for. Raises ValueError for contradictory settings; exits for --help."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    """The settings that the arguments ask for. Raises ValueError for contradictory settings and options that do not
+    exist; exits for --help and --help-all."""
+    options = options_of(ShortFlags, SECTIONS, SHORT)
+    if {"-h", "--help"} & set(argv):
+        print(screen(options, len(options) - len(SHORT)))
+        raise SystemExit(0)
+    if HELP_ALL in argv:
+        _print_all_options()
+        raise SystemExit(0)
+    check_options(argv, options)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--preset")
     first.add_argument("--config", type=Path)
-    known_args = first.parse_known_args(argv)[0]
+    try:
+        known_args = first.parse_known_args(argv)[0]
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error.argument_name}: must have a value") from error
     file = read_toml(known_args.config) if known_args.config is not None else SettingsFile()
     name = known_args.preset or file.texts.get("preset", "laptop")
     if name not in PRESETS:
@@ -409,9 +422,10 @@ def _parse_flags(
     argv: Sequence[str], plain: Mapping[str, Mapping[str, object]]
 ) -> tuple[Any, dict[str, dict[str, object]]]:
     """The flags of no single setting, and every setting by section with the others over `plain`. As tyro takes its time
-    for each flag it gets only those that `argv` may name, without help; if it exits, it is called again with all."""
+    for each flag it gets only those that `argv` may name, without help. Raises ValueError."""
+    printed = io.StringIO()
     try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        with redirect_stdout(printed), redirect_stderr(printed):
             chosen = {section: _flags_of(cls, plain[section], f"{section}.", argv) for section, cls in SECTIONS.items()}
             hints = get_type_hints(ShortFlags, include_extras=True)
             bare = [
@@ -423,15 +437,19 @@ def _parse_flags(
                 dataclasses.make_dataclass("ShortFlags", bare),
                 {section: flag_class for section, flag_class in chosen.items() if dataclasses.fields(flag_class)},
             )
-    except SystemExit:
-        with coloured():
-            parsed = _tyro(
-                argv, ShortFlags, {section: _flags_of(SECTIONS[section], plain[section]) for section in SECTIONS}
-            )
+    except SystemExit as end:
+        raise ValueError(in_one_line(printed.getvalue())) from end
     values = {
         section: _plain_flags(getattr(parsed, section)) if hasattr(parsed, section) else {} for section in SECTIONS
     }
     return parsed.short, {section: _merged(plain[section], values[section]) for section in SECTIONS}
+
+
+def _print_all_options() -> None:
+    base = {"data": DataConfig(), "run": RunConfig(name="train-1t-laptop"), **laptop()}
+    sections = {section: _flags_of(SECTIONS[section], plain_of(base[section])) for section in SECTIONS}
+    with coloured(), suppress(SystemExit):
+        _tyro(["--help"], ShortFlags, sections)
 
 
 def _tyro(argv: Sequence[str], short: Any, sections: Mapping[str, type[Any]]) -> Any:

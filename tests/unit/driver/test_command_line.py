@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from elastic_ring import ElasticRingTrainer, OptimConfig, StepConfig, cli
 from elastic_ring.cli import settings, train
+from elastic_ring.cli.options import FOREIGN, options_of
 from elastic_ring.cli.schedule import with_rates
 from elastic_ring.cli.settings import NESTED, SECTIONS, parse
 from elastic_ring.data.preparation.prepare import PrepareConfig
@@ -62,7 +63,7 @@ def test_the_command_says_its_version(capsys):
 
 def test_every_setting_is_a_flag_and_the_short_flags_keep_their_spelling(capsys):
     with pytest.raises(SystemExit):
-        parse(["--help"])
+        parse(["--help-all"])
     told = capsys.readouterr().out
     words = set(told.replace(",", " ").split())
     dotted = {
@@ -75,6 +76,68 @@ def test_every_setting_is_a_flag_and_the_short_flags_keep_their_spelling(capsys)
     assert (dotted | {"--run.timeouts.start-s", "--run.checkpoint-config.every-s", *SHORT.split()}) - words == set()
     blank = re.findall(r"│ (--[\w-]+) [^│]*│\n│ +\(default", told)
     assert blank == [], "short flags of which the help says nothing"
+
+
+def test_every_name_of_another_trainer_leads_to_options_that_exist():
+    known = options_of(settings.ShortFlags, SECTIONS, settings.SHORT)
+    assert {name for names in FOREIGN.values() for name in names} <= known.keys()
+    assert not FOREIGN.keys() & known.keys()
+
+
+def test_help_fits_a_screen_and_says_where_the_rest_is(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert end.value.code == 0
+    assert len(lines) <= 30
+    assert max(map(len, lines)) <= 100
+    assert "--help-all" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("word", "right"),
+    [
+        ("--max-steps", "--steps"),
+        ("--learning-rate", "--optim.peak-lr"),
+        ("--lr", "--optim.peak-lr"),
+        ("--batch-size", "--global-batch"),
+        ("--output-dir", "--storage-path"),
+        ("--gpus", "--dp"),
+        ("--max_seq_length", "--context"),
+        ("--model-name-or-path", "--model-folder"),
+        ("--steeps", "--steps"),
+        ("--contxt", "--context"),
+        ("--scaling.steps", "--steps"),
+        ("--weight-decay", "--optim.weight-decay"),
+    ],
+)
+def test_an_option_that_does_not_exist_meets_the_right_one_first(capsys, word, right):
+    assert cli.main(["train", f"{word}=5"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"elastic-ring train: {word}: there is no such option; did you mean {right}")
+    assert line.count("--") <= 4
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--steps abc", "--steps='abc': must be a whole number"),
+        ("--optim.peak-lr high", "--optim.peak-lr='high': must be a number"),
+        ("--optim.schedule foo", "--optim.schedule='foo': must be one of constant, cosine, linear, wsd"),
+        ("--dp", "--dp: must have a value"),
+        ("--dp --cp 2", "--dp: must have a value"),
+        ("--config", "--config: must have a value"),
+        ("--dp 2 3", "3: belongs to no option"),
+        ("--cp -1", "scaling.cp=-1: must be a whole number of at least 1"),
+        ("--preset big", "preset='big': must be one of laptop"),
+        ("--faults zzz", "faults: unknown fault 'zzz'"),
+        ("--zzzz 1", "--zzzz: there is no such option; --help-all lists all"),
+    ],
+)
+def test_a_wrong_value_is_one_line_that_begins_with_the_option(capsys, words, says):
+    assert cli.main(["train", *words.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"elastic-ring train: {says}")
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):

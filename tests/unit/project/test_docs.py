@@ -137,7 +137,9 @@ def help_of(command: str) -> str:
         ):
             patch.setattr(os, "environ", os.environ.copy())
             module, _, function = COMMANDS[command].partition(":")
-            getattr(importlib.import_module(module), function or "main")([*verb.split(), "--help"])
+            words = "--help-all" if "cli.train" in module else "--help"
+            print(words)
+            getattr(importlib.import_module(module), function or "main")([*verb.split(), words])
     assert "usage" in printed.getvalue().lower(), command
     return printed.getvalue()
 
