@@ -253,21 +253,7 @@ class SettingsFile:
 def parse(argv: Sequence[str]) -> TrainSettings:
     """The settings that the arguments ask for. Raises ValueError for contradictory settings and options that do not
     exist; exits for --help and --help-all."""
-    options = options_of(ShortFlags, SECTIONS, SHORT)
-    if {"-h", "--help"} & set(argv):
-        print(screen(options, len(options) - len(SHORT)))
-        raise SystemExit(0)
-    if HELP_ALL in argv:
-        _print_all_options()
-        raise SystemExit(0)
-    check_options(argv, options)
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    first.add_argument("--preset")
-    first.add_argument("--config", type=Path)
-    try:
-        known_args = first.parse_known_args(argv)[0]
-    except argparse.ArgumentError as error:
-        raise ValueError(f"{error.argument_name}: must have a value") from error
+    known_args = _first_arguments(argv)
     file = read_toml(known_args.config) if known_args.config is not None else SettingsFile()
     name = known_args.preset or file.texts.get("preset", "laptop")
     if name not in PRESETS:
@@ -323,6 +309,26 @@ def parse(argv: Sequence[str]) -> TrainSettings:
         top["validate"] = "; ".join(map(str, validation_sets(top["validate"])))
     optim = checked("optim", OptimConfig)
     return TrainSettings(name, model, scaling, step, optim, data, run, plan=flags.plan, rates=rates, **top)
+
+
+def _first_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Preset and file, which the other arguments stand on. Raises ValueError for options that do not exist; exits for
+    help."""
+    options = options_of(ShortFlags, SECTIONS, SHORT)
+    if {"-h", "--help"} & set(argv):
+        print(screen(options, len(options) - len(SHORT)))
+        raise SystemExit(0)
+    if HELP_ALL in argv:
+        _print_all_options()
+        raise SystemExit(0)
+    check_options(argv, options)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--preset")
+    first.add_argument("--config", type=Path)
+    try:
+        return first.parse_known_args(argv)[0]
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error.argument_name}: must have a value") from error
 
 
 def _fill_schedule(
