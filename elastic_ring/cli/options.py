@@ -102,13 +102,13 @@ def options_of(
 ) -> dict[str, Option]:
     """Every option by name: fields of `shorts`, dotted fields of the sections, and `short_names` for some of those."""
     texts = docstrings(shorts)
-    found = {
+    options = {
         name: Option(name, texts.get(field.name, ""))
         for field in dataclasses.fields(shorts)
         for name in [field.name.removesuffix("_run") if field.name == "from_run" else field.name]
     }
-    found |= {option.name: option for section, cls in sections.items() for option in _fields(cls, f"{section}.")}
-    return found | {short: dataclasses.replace(found[long], name=short) for short, long in short_names.items()}
+    options |= {option.name: option for section, cls in sections.items() for option in _fields(cls, f"{section}.")}
+    return options | {short: dataclasses.replace(options[long], name=short) for short, long in short_names.items()}
 
 
 def _fields(cls: type[Any], prefix: str) -> Iterator[Option]:
@@ -158,11 +158,11 @@ def suggestions(name: str, options: Mapping[str, Option]) -> list[str]:
     """At most three options that `name` may mean, the likeliest first."""
     last = name.rpartition(".")[2]
     by_last = {option.rpartition(".")[2]: option for option in options}
-    found = [*FOREIGN.get(last, ()), *([by_last[last]] if last in by_last else [])]
+    names = [*FOREIGN.get(last, ()), *([by_last[last]] if last in by_last else [])]
     near = difflib.get_close_matches(last, {**by_last, **dict.fromkeys(FOREIGN)}, n=NUM_SUGGESTED, cutoff=0.7)
-    for close in () if found else near:
-        found += FOREIGN.get(close, (by_last.get(close, close),))
-    return list(dict.fromkeys(found))[:NUM_SUGGESTED]
+    for close in () if names else near:
+        names += FOREIGN.get(close, (by_last.get(close, close),))
+    return list(dict.fromkeys(names))[:NUM_SUGGESTED]
 
 
 def in_one_line(box: str) -> str:
@@ -171,7 +171,7 @@ def in_one_line(box: str) -> str:
     rows = [row for row in rows if row][1:] if rows else []
     while rows and not rows[0].strip("─-"):
         del rows[0]
-    said = " ".join(itertools.takewhile(lambda row: row.strip("─-"), rows))
+    message = " ".join(itertools.takewhile(lambda row: row.strip("─-"), rows))
     for pattern, ours in SAYINGS:
-        said = re.sub(pattern, ours, said)
-    return re.sub(r"one of \((.*)\)", lambda found: f"one of {', '.join(sorted(_QUOTED.findall(found[1])))}", said)
+        message = re.sub(pattern, ours, message)
+    return re.sub(r"one of \((.*)\)", lambda match: f"one of {', '.join(sorted(_QUOTED.findall(match[1])))}", message)
