@@ -336,7 +336,10 @@ class CheckpointsKnown(Event):
 
 @dataclass(frozen=True)
 class CheckpointDue(Event):
-    """The last checkpoint was not written: the members take the next one at once."""
+    """The last checkpoint was not written, or the run is to end: the members take the next one after the step under
+    way; `at_once`: that step is given up for it."""
+
+    at_once: bool = False
 
 
 @dataclass(frozen=True)

@@ -605,8 +605,13 @@ def expire_finishing(ctx: Transition) -> None:
 
 
 def checkpoint_due(ctx: Transition, event: CheckpointDue) -> None:
-    """Request a checkpoint of rank 0, which agrees with the others on the step."""
-    if isinstance(ctx.phase, Running):
+    """Request a checkpoint of rank 0, which agrees with the others on the step; or give the step under way up for it."""
+    if isinstance(ctx.phase, Running) and event.at_once:
+        why = "the step under way does not end before the run is to be over"
+        incident = recovery.open_incident(ctx, ctx.phase.membership, why, planned=("save",))
+        incident = replace(incident, counted=True, saves_for=frozenset(("the run's end",)))
+        recovery.begin_closing(ctx, ctx.phase.membership, incident, f"{why}: it is given up for a checkpoint")
+    elif isinstance(ctx.phase, Running):
         ctx.stop(ctx.phase.membership.members[:1], "save")
     else:
         ctx.explain("no checkpoint outside of steps")

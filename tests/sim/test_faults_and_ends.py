@@ -649,3 +649,14 @@ def test_a_checkpoint_that_was_not_written_is_taken_again_in_a_step_and_only_the
     assert (stop.worker, stop.mode) == (members(run.state)[0], "save")
     run.lose(1)
     assert run.handle(CheckpointDue("c")) == ()
+
+
+def test_a_run_that_is_to_end_gives_up_a_step_that_takes_too_long_for_a_checkpoint_of_those_before() -> None:
+    run = Bench({"a": 2, "b": 2}, spares=0, takes_checkpoints=True).form()
+    run.commit(6)
+    stops = only(Stop, run.handle(CheckpointDue("c", at_once=True)))
+    assert {(stop.worker, stop.mode) for stop in stops} == {(worker, "abort") for worker in members(run.state)}
+    order = build_in(run.report_all(applied=7))
+    assert (order.step, order.saves, order.goes_back) == (7, True, False)
+    run.resume_all()
+    assert (run.phase, run.change.planned) == ("running", True)

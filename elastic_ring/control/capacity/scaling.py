@@ -135,10 +135,10 @@ def save_by(state: State, now: float) -> float | None:
     return max(now, leaves_at - min(state.options.handover_s + state.write_s, left_s / 2))
 
 
-def can_save(state: State, step_s: float, within_s: float) -> bool:
-    """Whether a checkpoint requested now is expected to be written in time, if steps take `step_s`."""
+def can_save(state: State, within_s: float) -> bool:
+    """Whether a checkpoint requested now is expected to be written in time, if need be without the step under way."""
     saves = isinstance(state.phase, Running) and state.options.run.checkpoint_config.is_on
-    return saves and step_s + state.write_s <= within_s
+    return saves and state.write_s <= within_s
 
 
 def _first_to_leave(state: State) -> float | None:

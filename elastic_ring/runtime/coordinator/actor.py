@@ -214,7 +214,7 @@ class Coordinator:
         self._decider.queue.put(Abandoned(reason))
 
     def stop(self, reason: str) -> None:
-        """End the run after a checkpoint, within `stop_save_s`; at once where step and writing take longer."""
+        """End the run after a checkpoint, within `stop_save_s`; at once where writing it takes longer."""
         threading.Timer(self.run_spec.run.timeouts.stop_save_s, self.abandon, (reason,)).start()
         self._decider.queue.put(Abandoned(reason, saves=True))
 
@@ -419,7 +419,7 @@ class Decider:
                 self.node_monitor.echo(node)
             case Abandoned(reason, saves):
                 if not (saves and self._saves_first(reason)):  # then it must not wait for the journal
-                    self.shutdown.finish("RunFailed", reason)
+                    self.shutdown.finish("RunFailed", reason, **self._saved())
             case AgentAttached(node, reconnect_s):
                 lease_s = self.run_spec.run.timeouts.lease_s
                 # Once, of a node that Ray ends before the driver gives up, where the head can come back at all.
@@ -527,15 +527,21 @@ class Decider:
         return max(self.storage.checkpoints.tries.failing_s, self.recorder.detectors.checkpoints.overdue_s)
 
     def _saves_first(self, reason: str) -> bool:
-        """Ask for a checkpoint before the end; False if there is no step to save or no time for it."""
+        """Ask for a checkpoint before the end, if need be in place of the step under way; False if there is no step to
+        save or no time for it."""
         last, within_s = self.recorder.metrics.newest.step, self.run_spec.run.timeouts.stop_save_s
         is_new = last is not None and last.step >= self.recorder.begin.first_step
-        if last is None or not is_new or not can_save(self.state, last.step_s, within_s):
+        if last is None or not is_new or self._saved() or not can_save(self.state, within_s):
             return False
         if not self.driver_feed.stopping[1]:  # a second driver's stop waits for the first one's checkpoint
             self.driver_feed.stopping = last.step, reason
-        self._decide(CheckpointDue(self.cause()))
+        self._decide(CheckpointDue(self.cause(), at_once=last.step_s + self.state.write_s > within_s))
         return True
+
+    def _saved(self) -> dict[str, int]:
+        """The newest checkpoint, if it has all steps on record."""
+        steps = [checkpoint.step for checkpoint in self.state.checkpoints[-1:]]
+        return {"saved_step": steps[0]} if steps and steps[0] > self.recorder.metrics.last_step else {}
 
     def _publish(self, records: Sequence[Notice]) -> None:
         self.storage.watch.check()

@@ -20,7 +20,7 @@ from elastic_ring.gpus import GPUS, gpu_type
 from elastic_ring.runtime.agent.memory_guard import RAY_THRESHOLD_VARIABLE
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.access import NAMESPACE
-from elastic_ring.runtime.driver.stops import heeding
+from elastic_ring.runtime.driver.stops import StopSignal, heeding
 from elastic_ring.runtime.ray_head import RECONNECT, RECONNECT_S
 
 log = logging.getLogger(__name__)
@@ -51,18 +51,10 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
         access.warn_if_open(ray.get_runtime_context().gcs_address)
         yield
         return
-    if not is_local():
-        outlast_head(lease_s)
-        try:
-            access.connect(namespace=NAMESPACE)
-        except ConnectionError as error:
-            whence = "RAY_ADDRESS" if environment().get("RAY_ADDRESS") else "a Ray that was begun on this machine"
-            raise ValueError(f"{whence}: {error}; RAY_ADDRESS=local starts a Ray of your own") from error
-    else:
-        check_host(environment())
-        # Its monitor takes the coordinator first: it is the last resort behind the guard of the node's agent.
-        environment().setdefault(RAY_THRESHOLD_VARIABLE, "0.98")
-        _start_local(num_cpus)
+    try:
+        _join(num_cpus, lease_s)
+    except SystemExit:  # of Ray's handler of SIGTERM, while it starts
+        raise StopSignal from None
     try:
         access.warn_if_open(ray.get_runtime_context().gcs_address)
         with heeding():
@@ -70,6 +62,21 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
     finally:
         with leaving():
             ray.shutdown()
+
+
+def _join(num_cpus: int, lease_s: float) -> None:
+    if is_local():
+        check_host(environment())
+        # Its monitor takes the coordinator first: it is the last resort behind the guard of the node's agent.
+        environment().setdefault(RAY_THRESHOLD_VARIABLE, "0.98")
+        _start_local(num_cpus)
+        return
+    outlast_head(lease_s)
+    try:
+        access.connect(namespace=NAMESPACE)
+    except ConnectionError as error:
+        whence = "RAY_ADDRESS" if environment().get("RAY_ADDRESS") else "a Ray that was begun on this machine"
+        raise ValueError(f"{whence}: {error}; RAY_ADDRESS=local starts a Ray of your own") from error
 
 
 def is_local() -> bool:
