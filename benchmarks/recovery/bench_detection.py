@@ -61,7 +61,6 @@ def _freeze_once(run: runs.Watcher, number: int) -> dict[str, float]:
     pid = next(member["pid"] for member in status["members"] if member["global_rank"] == rank)
     pidfd = os.pidfd_open(pid)
     try:
-        wall_s = time.time()
         injected_s = runs.inject(pid, signal.SIGSTOP)
         gone, _, _ = select.select([pidfd], [], [], 60.0)
         killed_s = time.monotonic() - injected_s
@@ -71,7 +70,9 @@ def _freeze_once(run: runs.Watcher, number: int) -> dict[str, float]:
         os.kill(pid, signal.SIGCONT)
         raise runs.WatchFailed(f"rank {rank} (pid {pid}) was stopped for 60 s and nothing noticed")
     step = runs.first_step_of(run, status["generation"])
-    noticed_s = min(line["now"] for line in run.events("WorkerLost", "MemberFailed") if line["now"] > wall_s) - wall_s
+    ahead_s = run.ahead_s()
+    losses_s = [line["now"] - ahead_s - injected_s for line in run.events("WorkerLost", "MemberFailed")]
+    noticed_s = min(lost_s for lost_s in losses_s if lost_s > 0)
     row = {
         "freeze": number,
         "rank": rank,

@@ -50,8 +50,9 @@ def recorder_of(folder: Path) -> Any:
     from elastic_ring.config import RunConfig
     from elastic_ring.runtime.coordinator import actor  # noqa: F401  what a coordinator's process holds
     from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
+    from elastic_ring.runtime.coordinator.run_spec import Clock
 
-    recorder = RunRecorder(RunConfig(NAME, run_dir=str(folder)), lambda fact: None, time.time)
+    recorder = RunRecorder(RunConfig(NAME, run_dir=str(folder)), lambda fact: None, Clock())
     recorder.open(Begin(time.time(), 0, "an identity"))
     return recorder
 

@@ -62,12 +62,11 @@ def kill_once(run: runs.Watcher, number: int) -> dict[str, float]:
     status = run.whole(1)
     rank = number % common.NUM_WORKERS
     pid = next(member["pid"] for member in status["members"] if member["global_rank"] == rank)
-    wall_less_monotonic_s = time.time() - time.monotonic()
     injected_s = runs.inject(pid, signal.SIGKILL)
     step = runs.first_step_of(run, status["generation"])
     recovery = run.until("its record", lambda: run.recoveries()[number] if len(run.recoveries()) > number else None)
     before = [line for line in run.steps() if line["generation"] == status["generation"]]
-    phases = _phases(run, injected_s + wall_less_monotonic_s, step, recovery["heal_s"], wall_less_monotonic_s)
+    phases = _phases(run, injected_s, step, recovery["heal_s"])
     row = {
         "kill": number,
         "rank": rank,
@@ -80,18 +79,18 @@ def kill_once(run: runs.Watcher, number: int) -> dict[str, float]:
     return {name: round(value, 4) for name, value in row.items()}
 
 
-def _phases(
-    run: runs.Watcher, injected_s: float, step: dict[str, Any], heal_s: float, offset_s: float
-) -> dict[str, float]:
-    """Durations between wall-clock moments of the journal, which the coordinator writes."""
-    noticed_s = min(line["now"] for line in run.events("WorkerLost", "MemberFailed") if line["now"] > injected_s)
-    generation = step["generation"]
-    resumed_s = max(line["now"] for line in run.events("Resumed") if line["event"]["generation"] == generation)
+def _phases(run: runs.Watcher, injected_s: float, step: dict[str, Any], heal_s: float) -> dict[str, float]:
+    """Durations between moments on this host's monotonic clock, which the coordinator's journal and rank 0 have too."""
+    ahead_s, generation = run.ahead_s(), step["generation"]
+    losses_s = [line["now"] - ahead_s for line in run.events("WorkerLost", "MemberFailed")]
+    noticed_s = min(lost_s for lost_s in losses_s if lost_s > injected_s)
+    resumed = [line["now"] for line in run.events("Resumed") if line["event"]["generation"] == generation]
+    resumed_s = max(resumed) - ahead_s
     return {
         "detect_s": noticed_s - injected_s,
         "close_s": resumed_s - noticed_s - heal_s,
         "heal_s": heal_s,
-        "rerun_s": step["committed_monotonic_s"] + offset_s - resumed_s,
+        "rerun_s": step["committed_monotonic_s"] - resumed_s,
     }
 
 

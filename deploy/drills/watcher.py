@@ -102,6 +102,10 @@ class Watcher:
         goal = len(self.steps()) + number
         self.until(f"step {goal}", lambda: True if len(self.steps()) >= goal else None)
 
+    def ahead_s(self) -> float:
+        """How far the journal's times are ahead of this host's monotonic clock."""
+        return float([line["offset_s"] for line in self.journal() if "offset_s" in line][-1])
+
     def recoveries(self) -> list[dict[str, Any]]:
         return [line["recovery"] for line in self.journal() if line.get("note") == "recovery"]
 

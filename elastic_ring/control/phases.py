@@ -605,7 +605,7 @@ def expire_finishing(ctx: Transition) -> None:
 
 
 def checkpoint_due(ctx: Transition, event: CheckpointDue) -> None:
-    """Request a checkpoint of rank 0, which agrees with the others on the step; or give the step under way up for it."""
+    """Request a checkpoint of rank 0, which agrees with the others on the step; or give the step under way up."""
     if isinstance(ctx.phase, Running) and event.at_once:
         why = "the step under way does not end before the run is to be over"
         incident = recovery.open_incident(ctx, ctx.phase.membership, why, planned=("save",))

@@ -132,7 +132,8 @@ class Incident:
     `base`: the membership that last ran. `raised_step`: the step in which the user's code raised, or that the build
     rolled forward in which it raised; None if it did not. `undone`: how many committed steps were given up for a
     snapshot or a checkpoint. `back`: steps that are to be undone on purpose; None once a build has done so.
-    `saves_for`: nodes that leave, or the run's end, for which the step under way was given up to take a checkpoint in time.
+    `saves_for`: nodes that leave, or the run's end, for which the step under way was given up to take a checkpoint in
+    time.
     `replaces`: a suspect whose place a spare is to take; empty if there is none.
     """
 

@@ -27,16 +27,17 @@ class Goodput:
 
     def __init__(
         self,
-        start_s: float,
+        start_s: float | None,
         kept_s: float = 0.0,
         lost_s: Mapping[str, float] | None = None,
     ) -> None:
-        """`kept_s`, of the steps that stayed committed, and `lost_s`: as an earlier coordinator counted them."""
+        """`start_s`: None if unknown. `kept_s`, of the steps that stayed committed, and `lost_s`: as an earlier
+        coordinator counted them."""
         self._start_s, self.kept_s, self.lost = start_s, kept_s, LossLedger(lost_s)
 
-    def total_s(self, now_s: float) -> float:
-        """Time since the start."""
-        return max(0.0, now_s - self._start_s)
+    def total_s(self, now_s: float) -> float | None:
+        """Time since the start; None if unknown."""
+        return None if self._start_s is None else max(0.0, now_s - self._start_s)
 
     def committed(self, step_s: float) -> None:
         """A step took `step_s` in the attempt that was committed; failed attempts count as lost time."""
@@ -46,9 +47,11 @@ class Goodput:
         """Committed steps that took `steps_s` are to run again."""
         self.kept_s = max(0.0, self.kept_s - steps_s)
 
-    def ratio(self, now_s: float) -> float:
-        """Goodput at `now_s`, between 0 and 1; 0 before any time has passed."""
+    def ratio(self, now_s: float) -> float | None:
+        """Goodput at `now_s`, between 0 and 1; 0 before any time has passed; None if unknown."""
         total_s = self.total_s(now_s)
+        if total_s is None:
+            return None
         return min(1.0, self.kept_s / total_s) if total_s > 0 else 0.0
 
 
@@ -78,13 +81,13 @@ class LossLedger:
 
 def time_by_part(
     kept_s: float,
-    total_s: float,
+    total_s: float | None,
     lost_s: Mapping[str, float],
     blocked_s: float,
     recoveries: Sequence[Recovery],
 ) -> dict[str, float]:
-    """A run's time by part. `blocked_s`: waits for checkpoints. A wait for workers within a recovery, which would count
-    twice, is subtracted from the recovery."""
+    """A run's time by part; without `other` where `total_s` is unknown. `blocked_s`: waits for checkpoints. A wait for
+    workers within a recovery, which would count twice, is subtracted from the recovery."""
     closing_s = {True: 0.0, False: 0.0}  # without steps, by whether a recovery was a drain
     for recovery in recoveries:
         closing_s[recovery.kind == "drained"] += math.fsum(map(recovery.seconds, ("detect", "close", "heal")))
@@ -99,7 +102,7 @@ def time_by_part(
         "undone": lost_s["undone"],
         "resize": lost_s["resize"] + closing_s[True],
     }
-    return {**parts, "other": max(0.0, total_s - math.fsum(parts.values()))}
+    return {**parts, "other": 0.0 if total_s is None else max(0.0, total_s - math.fsum(parts.values()))}
 
 
 TIME_PARTS = tuple(time_by_part(0.0, 0.0, dict.fromkeys(LOSS_CAUSES, 0.0), 0.0, ()))

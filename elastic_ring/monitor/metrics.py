@@ -155,14 +155,14 @@ class Summary:
     `losses`: those on record, by `float.hex`. `samples_sha256`: None where records of steps are missing. `exact`:
     whether equal bits are promised; where they are not, the file says null, as they may be equal all the same.
     `stopped`: why a callback has stopped the run, empty if none has. `planned_steps`: those of the settings.
-    `validation`: the newest one.
+    `validation`: the newest one. `goodput`: None where the run's coordinators had different clocks.
     """
 
     steps: int
     losses: list[str]
     weights_sha256: str
     samples_sha256: str | None
-    goodput: float
+    goodput: float | None
     exact: bool
     mesh_changed: bool = field(init=False)
     generations: Sequence[GenerationBegan]
@@ -222,6 +222,7 @@ class StatusFile(TypedDict, total=False):
     recoveries: Sequence[Mapping[str, object]]
     updated_unix_s: float
     journal_lines: int
+    updated_at: float
     ended: bool
     checkpoint_step: int
     checkpoint_intervals_missed: int
@@ -241,7 +242,7 @@ class SummaryFile(TypedDict, total=False):
 
     steps: int
     weights_sha256: str
-    goodput: float
+    goodput: float | None
     exact: bool | None
     mesh_changed: bool
     generations: Sequence[StatusFile]

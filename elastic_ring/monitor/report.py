@@ -79,7 +79,9 @@ _LEAST_S, _LEAST_SHARE = 0.5, 0.01
 def goodput_line(summary: SummaryFile) -> str:
     """For example `goodput 43% of 72 s; the rest: start 31 s, checkpoints 2 s`."""
     parts: Mapping[str, float] = summary.get("time_s", {})
-    total_s, line = math.fsum(parts.values()), f"goodput {summary['goodput']:.0%}"
+    total_s, line = math.fsum(parts.values()), "goodput unknown"
+    if summary["goodput"] is not None:
+        line = f"goodput {summary['goodput']:.0%}"
     shown = [(s, TIME_NAMES[part]) for part, s in parts.items() if part in TIME_NAMES]
     shown = sorted(part for part in shown if part[0] >= max(_LEAST_S, _LEAST_SHARE * total_s))[::-1]
     rest = ", ".join(f"{name} {seconds(s)} s" for s, name in shown)
@@ -387,7 +389,8 @@ def _summary_lines(summary: SummaryFile) -> Iterable[str]:
     if summary:
         changed = " (the mesh changed)" if summary.get("mesh_changed") else ""
         exact = "yes" if summary["exact"] else f"not promised{changed}"
-        yield _row("goodput", f"{100 * summary['goodput']:.1f} %   exact: {exact}")
+        goodput = "unknown" if (ratio := summary["goodput"]) is None else f"{100 * ratio:.1f} %"
+        yield _row("goodput", f"{goodput}   exact: {exact}")
         yield _row("weights", f"sha256 {summary['weights_sha256']}")
 
 

@@ -45,7 +45,7 @@ class Records:
         self._attempts = Journal(folder / ATTEMPTS_NAME)
         self._attempts.open()
         self._metrics = MetricsLog(folder).open()
-        self._goodput = Goodput(time.monotonic(), self._metrics.table.rows.total("step_s"))
+        self._goodput = Goodput(time.monotonic())
         self._last_s: float | None = None  # of the last recorded step
         self._noticed: tuple[float, str] | None = None
         self._pending: tuple[Recovery, float, float] | None = None  # with the times of its begin and of the last step

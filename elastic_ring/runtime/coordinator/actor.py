@@ -305,13 +305,14 @@ class Decider:
 
         self.storage = TermStorage.of(run_spec, opened.claim, terms, self.storage_wait, self.put, author)
         self.storage.watch.open()
-        self.note(term_note(opened.term, opened.num_written))
+        self.clock.go_on(opened.lines)
+        self.note({**term_note(opened.term, opened.num_written), **self.clock.origin()})
         self.recorder = RunRecorder(run, self.note, self.clock, self.storage_wait, opened.term)
         self.files = RunFiles(run, self.recorder, self.storage.journal.sync)
         self.storage_wait.tell = say = self.recorder.recoveries.say
         begin = opened.begin
         if begin is None:
-            begin = begin_note(run_spec, self.clock())
+            begin = begin_note(run_spec, self.clock.whole())
             self.note(begin)
         self.storage.mirror.open()  # not before: this journal replaces the one of an earlier submission in the store
         self.recorder.open(Begin(begin["now"], run_spec.resume.step, begin.get("identity", ""), run_spec.planned))
@@ -411,7 +412,7 @@ class Decider:
             case FaultAsked(index, worker, answer):
                 fired = self.recorder.recoveries.fired.get(index)
                 if fired is None:
-                    self.recorder.recoveries.fault_fired(index, worker, self.clock())
+                    self.recorder.recoveries.fault_fired(index, worker, self.clock.whole())
                 answer.put(fired is None or fired.worker == worker)
                 if fired is None:  # this process's own faults fire once, or it would die of one at each start
                     inject_into_coordinator(self.run_spec.run.faults[index].kind)
@@ -419,7 +420,7 @@ class Decider:
                 self.node_monitor.echo(node)
             case Abandoned(reason, saves):
                 if not (saves and self._saves_first(reason)):  # then it must not wait for the journal
-                    self.shutdown.finish("RunFailed", reason, **self._saved())
+                    self.shutdown.finish("RunFailed", reason, None, **self._saved())
             case AgentAttached(node, reconnect_s):
                 lease_s = self.run_spec.run.timeouts.lease_s
                 # Once, of a node that Ray ends before the driver gives up, where the head can come back at all.
@@ -595,14 +596,14 @@ class Decider:
             if isinstance(command, Release) and command.wrong:
                 self.recorder.found_wrong(command.wrong, [command.worker])
         num_losses, resume = sum(self.recorder.recoveries.num_lost().values()), self.run_spec.resume
-        mean_s = (now - self.recorder.begin.started_s + PRIOR_FAILURE_S) / (1 + num_losses)
+        mean_s = (self.clock.whole() - self.recorder.begin.started_s + PRIOR_FAILURE_S) / (1 + num_losses)
         wants_first = not (self.recorder.totals.checkpoints or resume.checkpoints)
         terms = CheckpointTerms(self.run_spec.attempt, resume.lineage, mean_s, wants_first)
         self.dispatch.send(decision.commands, self.recorder.metrics.last_step, terms)
         if not isinstance(self.state.phase, Building):
             self.dispatch.end_meeting()
         if isinstance(before.phase, Reconnecting) and isinstance(self.state.phase, Running):
-            self.recorder.coordinator_back(now)
+            self.recorder.coordinator_back()
         self.recorder.look(self.state)
         self._refresh()
         if isinstance(self.state.phase, Ended) and self.driver_feed.ended is None:
@@ -636,7 +637,7 @@ class Decider:
     def read_live(self) -> None:
         live = replace(
             self.recorder.live,
-            now=self.clock(),
+            now=self.clock.whole(),
             driver_silent_s=self.driver_feed.silent_s,
             checkpoint_failing_s=self._checkpoints_failing_s,
         )

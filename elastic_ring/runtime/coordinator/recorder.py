@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic_ring.config import RunConfig
@@ -55,6 +55,7 @@ from elastic_ring.monitor.metrics import CheckpointEvent, read_status
 from elastic_ring.monitor.metrics_log import MetricsLog
 from elastic_ring.runtime.coordinator.folds.recovery_log import RecordFact, RecoveryLog, Timings
 from elastic_ring.runtime.coordinator.folds.run_totals import Live, PublishedSteps, RunTotals
+from elastic_ring.runtime.coordinator.run_spec import Clock
 from elastic_ring.runtime.notices import (
     Compiled,
     Copied,
@@ -90,26 +91,27 @@ class RunRecorder:
     `retries` writes steps again that the folder refuses."""
 
     def __init__(
-        self, run: RunConfig, record: RecordFact, clock: Callable[[], float], retries: Retried = ONCE, term: int = 0
+        self, run: RunConfig, record: RecordFact, clock: Clock, retries: Retried = ONCE, term: int = 0
     ) -> None:
-        self._run, self._record = run, record
-        self.live, self.now = Live(), clock
+        self._run, self._record, self._clock = run, record, clock
+        self.live, self.now = Live(), clock.whole
         self.begin, self.steps, self.metrics = Begin(), PublishedSteps(), MetricsLog(run.folder, retries)
         self.totals, self.recoveries = RunTotals(), RecoveryLog(run, record, term)
         self.detectors = Detectors(run)
         self.goodput = Goodput(0.0)
         self.newest_vote: Vote | None = None
-        self._attempt_began_at = 0.0  # of the step that runs now
-        self._alive_at_s: float | None = None  # when an earlier coordinator last wrote the status
+        self._attempt_began_at: float | None = None  # of the step that runs now; None where an earlier coordinator knew
+        self._alive_at: float | None = None  # when an earlier coordinator last wrote the status
         self._reported: dict[str, object] = {}  # the last report of each kind: its subject, or when it was made
 
     def open(self, begin: Begin) -> None:
         self.begin = begin
         self.detectors.checkpoints.restart(begin.first_step)
         status = read_status(self._run.folder) or {}
-        self._alive_at_s, lost_s = status.get("updated_unix_s"), status.get("lost_s")
+        self._alive_at, lost_s = status.get("updated_at"), status.get("lost_s")
         self.metrics.open(begin.identity)
-        self.goodput = Goodput(begin.started_s, self.metrics.table.rows.total("step_s", begin.first_step), lost_s)
+        started_s = begin.started_s if self._clock.is_continuous else None
+        self.goodput = Goodput(started_s, self.metrics.table.rows.total("step_s", begin.first_step), lost_s)
 
     def is_first(self, kind: str, subject: object) -> bool:
         """True for a report of a kind whose subject differs from the last one's, as many may report the same."""
@@ -289,6 +291,8 @@ class RunRecorder:
             return
         if generations and (generations[-1].term, generations[-1].generation) == (change.term, change.generation):
             return
+        resumed_at = self._clock.whole_of(change.resumed_at)
+        change = replace(change, noticed_at=self._clock.whole_of(change.noticed_at), resumed_at=resumed_at)
         mesh = {"dp": change.mesh.dp, "cp": change.mesh.cp}
         self.tell(GenerationBegan(change.term, change.generation, mesh, change.reason))
         self._look_at_memory(state, change)
@@ -304,8 +308,8 @@ class RunRecorder:
         if change.previous_mesh is not None and (not change.planned or change.drained):
             self.recoveries.begin(change, self.metrics.last_step + 1, self._attempt_began_at)
         elif change.previous_mesh is not None:
-            self.goodput.lost.add("resize", change.resumed_at - change.noticed_at)
-        self._attempt_began_at = max(self._attempt_began_at, change.resumed_at)
+            self.goodput.lost.add("resize", resumed_at - change.noticed_at)
+        self._attempt_began_at = max(self._attempt_began_at or resumed_at, resumed_at)
 
     def _look_at_memory(self, state: State, change: Change) -> None:
         """Record a relief of the memory ladder more or less than in the last generation."""
@@ -330,9 +334,10 @@ class RunRecorder:
             self.recoveries.say(f"resumed at step {step} from {path}: newer ones do not verify")
         log.info("resumed at step %d from %s", step, path)
 
-    def coordinator_back(self, now: float) -> None:
+    def coordinator_back(self) -> None:
         """Record a coordinator restart that training did not notice."""
-        self.recoveries.coordinator_back(now, self.metrics.last_step + 1, self._alive_at_s)
+        alive_at = self._alive_at if self._clock.is_continuous else None
+        self.recoveries.coordinator_back(self.now(), self.metrics.last_step + 1, alive_at)
 
     def time_s(self, now: float) -> dict[str, float]:
         """The time of this attempt by part."""
@@ -348,6 +353,8 @@ class RunRecorder:
         if isinstance(event, Fact):
             self._saw(event)
             self.recoveries.saw(event)
+            if not self._clock.is_continuous:
+                self.recoveries.forget_times()
 
     def _report(self, fact: Fact, text: str) -> None:
         """A fact whose text the driver shows, too."""

@@ -90,6 +90,7 @@ class RunFiles:
             "covered": covered(state),
             "recoveries": [recovery.to_json() for recovery in recorder.recoveries.records[-MOST_RECOVERIES:]],
             "updated_unix_s": time.time(),
+            "updated_at": recorder.now(),
             "ended": False,
             **recorder.detectors.status(),
             "lost_s": {cause: round(s, 3) for cause, s in recorder.goodput.lost.lost_s.items()},

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -69,17 +70,52 @@ class RunSpec:
 
 
 class Clock:
-    """Seconds: monotonic within a process, comparable across processes."""
+    """Seconds on the host's monotonic clock, from an origin that the coordinators of a run share: setting the wall
+    clock changes no duration. Waits of `hold`, in which nobody could act, do not count; in `whole` they do."""
 
-    def __init__(self) -> None:
-        self._offset_s = time.time() - time.monotonic()
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic, offset_s: float | None = None) -> None:
+        self._monotonic = monotonic
+        self._offset_s = time.time() - monotonic() if offset_s is None else offset_s
+        self._holds: list[tuple[float, float]] = []  # (when by this clock, how long)
+        self.is_continuous = True
+        """Whether all coordinators of this run had the same monotonic clock."""
 
     def __call__(self) -> float:
-        return self._offset_s + time.monotonic()
+        return self.whole() - sum(for_s for _, for_s in self._holds)
+
+    def whole(self) -> float:
+        return self._offset_s + self._monotonic()
+
+    def whole_of(self, at: float) -> float:
+        """The moment `at` of this clock in seconds of `whole`."""
+        return at + sum(for_s for since, for_s in self._holds if since < at)
 
     def hold(self, for_s: float) -> None:
         """The last seconds do not count: who waits by this clock has not been able to act in them."""
-        self._offset_s -= for_s
+        self._holds.append((self() - for_s, for_s))
+
+    def origin(self) -> dict[str, Any]:
+        """What a note of the journal says of this clock."""
+        return {"boot": boot_id(), "offset_s": self._offset_s}
+
+    def go_on(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """As the clocks of the earlier coordinators that wrote `lines`; on another boot or host from their last line,
+        or from the wall clock, whichever is later."""
+        origins = [line for line in lines if "offset_s" in line]
+        self._holds.clear()
+        self.is_continuous = all(line["boot"] == boot_id() for line in origins)
+        if origins and origins[-1]["boot"] == boot_id():
+            self._offset_s = origins[-1]["offset_s"]
+        elif last := [line["now"] for line in lines if "now" in line][-1:]:
+            self._offset_s += max(0.0, last[0] - self.whole())
+
+
+def boot_id() -> str:
+    """The boot of this host, whose processes have one monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return f"process {os.getpid()}"
 
 
 def control_options(run_spec: RunSpec) -> ControlOptions:

@@ -25,9 +25,9 @@ def trainer_of(folder: Path, name: str, stop_save_s: float, **options: Any) -> E
     return tiny_trainer(folder, name, gate=folder / "gate", run=settings, **{"gate_s": 0.04, **options}, **ALONE)
 
 
-def stopped_by(number: signal.Signals, folder: Path, name: str, stop_save_s: float) -> tuple[str, int]:
+def stopped_by(number: signal.Signals, folder: Path, name: str, stop_save_s: float, **options: Any) -> tuple[str, int]:
     """What the driver says of a run that gets this signal after three steps; how many steps were on record then."""
-    trainer = trainer_of(folder, name, stop_save_s)
+    trainer = trainer_of(folder, name, stop_save_s, **options)
     counts: list[int] = []
 
     def send() -> None:
@@ -73,6 +73,14 @@ def test_ctrl_c_and_a_step_that_takes_longer_than_there_is_time_end_a_run_at_onc
     saved = ", without a new checkpoint (timeouts.stop_save_s=0.01)" if number == signal.SIGTERM else ""
     assert message == f"stopped{saved}; nothing is left running"
     assert not list((tmp_path / "at-once").glob("checkpoints/*/*/COMMIT.json"))
+
+
+@pytest.mark.slow
+def test_a_step_that_takes_longer_than_there_is_time_is_given_up_for_a_checkpoint_of_those_before(local_ray, tmp_path):
+    message, num_steps = stopped_by(signal.SIGTERM, tmp_path, "given-up", 8.0, gate_s=4.0, steps=40)
+    match = re.fullmatch(r"stopped, with a checkpoint of step (\d+); nothing is left running", message)
+    assert match is not None, message
+    assert num_steps <= int(match[1]) <= num_steps + 1
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from elastic_ring.control.pool import Worker
 from elastic_ring.control.state import Change, LostWorker, Membership, Running, State
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
+from elastic_ring.runtime.coordinator.run_spec import Clock
 from tests.sim.simulator.options import simulated
 
 
@@ -21,7 +22,7 @@ def opened_recorder(
     now: Callable[[], float] = lambda: 100.0,
     begin: Begin | None = None,
 ) -> RunRecorder:
-    recorder = RunRecorder(RunConfig("records", run_dir=str(folder)), note, now)
+    recorder = RunRecorder(RunConfig("records", run_dir=str(folder)), note, Clock(now, 0.0))
     recorder.open(begin or Begin())
     return recorder
 

@@ -91,7 +91,7 @@ def test_a_file_that_cannot_be_replaced_stays_and_leaves_no_temporary_file(disk)
 @pytest.mark.parametrize("opened", [True, False])
 def test_the_end_is_in_the_status_although_the_disk_is_full(disk, opened):
     run = RunConfig("full", str(disk))
-    recorder = RunRecorder(run, lambda note: None, lambda: 100.0)
+    recorder = RunRecorder(run, lambda note: None, Clock())
     run.folder.mkdir(exist_ok=True)
     recorder.open(Begin())
     files = RunFiles(run, recorder)

@@ -261,7 +261,7 @@ def test_a_recovery_has_one_cause(tmp_path, failures, more, kind):
         recorder.recoveries.member_failed(MemberFailed("", "a", 1, 1, failure, 2, "text"))
     recorder.recoveries.begin(change_of(2, **more), 2, 0.0)
     recorder.recoveries.committed(2, 12.5)
-    recorder.coordinator_back(13.0)
+    recorder.coordinator_back()
     found = exported(recorder)
     assert {cause for cause in CAUSES if found["elastic_ring_recoveries", cause]} == {kind, "coordinator"}
 

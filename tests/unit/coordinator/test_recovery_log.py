@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +13,18 @@ from elastic_ring.config import RunConfig
 from elastic_ring.control.facts import fact_of, line_of
 from elastic_ring.control.state import LostWorker
 from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.report import recovery_line
 from elastic_ring.runtime.agent.messages import Death
 from elastic_ring.runtime.coordinator.folds.recovery_log import LinesHeard, RecoveryLog
-from tests.unit.coordinator.builders import change
+from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
+from elastic_ring.runtime.coordinator.run_spec import Clock, boot_id
+from tests.unit.coordinator.builders import change, opened_recorder, training
 
 RUN = RunConfig("story", run_dir="runs/story", faults="kill@step=3,rank=1")  # type: ignore[arg-type]
+
+
+def in_folder(folder: Path) -> RunConfig:
+    return RunConfig("story", run_dir=str(folder))
 
 
 @pytest.fixture
@@ -76,6 +86,56 @@ def test_a_coordinator_that_came_back_meanwhile_does_not_close_it(notes):
         "spare took its place",
     ]
     assert len(again.lines) == 2
+
+
+def test_a_clock_that_is_set_back_changes_no_duration_and_on_another_host_none_is_known(tmp_path, monkeypatch, notes):
+    first = Clock(lambda: 7.0, 1000.0)
+    lines = [{"note": "term", **first.origin()}, {"now": first()}]
+    monkeypatch.setattr(time, "time", lambda: -2600.0)
+    for boot, now, goodput in ((boot_id(), 1009.0, 0.0), ("another", 1007.0, None)):
+        clock = Clock(lambda: 9.0)
+        clock.go_on([{**lines[0], "boot": boot}, lines[1]])
+        assert (clock(), clock.whole()) == (now, now)
+        recorder = RunRecorder(in_folder(tmp_path), lambda note: None, clock)
+        recorder.open(Begin(1000.0))
+        assert recorder.goodput.ratio(clock.whole()) == goodput
+        recorder.coordinator_back()
+        assert recorder.recoveries.records[-1].total_s is None, "nobody has written when the first was last alive"
+
+
+def test_an_open_recovery_that_began_on_another_host_has_no_length(notes):
+    RecoveryLog(RUN, notes.append).begin(change(), 3)
+    again = successor(notes)
+    again.forget_times()
+    again.committed(3, 2000.0)
+    (record,) = again.records
+    assert (record.rerun_s, record.total_s, record.detect_s) == (None, None, 0.0)
+    assert again.lines == [recovery_line(record)]
+    assert " in ? s: detect 0, close 0.3" in again.lines[0]
+
+
+def test_a_coordinator_killed_with_a_member_does_not_know_when_the_step_had_begun(tmp_path):
+    recorder = opened_recorder(tmp_path, now=lambda: 1e9)
+    recorder.look(replace(training(), last_change=change(noticed_at=1e9 - 2.0, resumed_at=1e9 - 1.0, step_rerun=3)))
+    recorder.recoveries.finish(1e9)
+    (record,) = recorder.recoveries.records
+    assert (record.broken_off_s, record.total_s) == (0.0, 2.0)
+
+
+def test_the_wait_for_a_full_disk_is_part_of_a_recovery_and_of_the_runs_time(tmp_path):
+    now = [10.2]
+    clock = Clock(lambda: now[0], 0.0)
+    recorder = RunRecorder(in_folder(tmp_path), lambda note: None, clock)
+    recorder.open(Begin(10.0))
+    now[0] = 22.2
+    clock.hold(12.0)  # in the write of the line that noticed the loss
+    assert (clock(), clock.whole()) == (pytest.approx(10.2), 22.2)
+    now[0] = 22.5
+    recorder.look(replace(training(), last_change=change(noticed_at=10.2, resumed_at=clock())))
+    recorder.recoveries.finish(clock.whole())
+    (record,) = recorder.recoveries.records
+    assert (record.close_s, record.total_s) == (pytest.approx(12.3), pytest.approx(12.3))
+    assert recorder.goodput.total_s(clock.whole()) == pytest.approx(12.5)
 
 
 def test_an_unequal_machine_is_told_once_and_not_forgotten(notes):

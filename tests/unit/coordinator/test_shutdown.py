@@ -152,7 +152,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         run=run, attempt="0123456789", scaling=None, task=None, resume=Resume(), submitted_unix_s=0.0
     )
     made: Any = Decider(spec, is_restart=True)
-    made.timers, made.clock = timers, lambda: 100.0
+    made.timers, made.clock = timers, Clock(lambda: 100.0, 0.0)
     made.shutdown.clear_actors = lambda: []
     terms, journal = Terms(run), Journal(run.folder / "journal.jsonl", durable=True).open()
     watch = TermWatch(run, terms.claim("0123456789"), terms)

@@ -54,7 +54,7 @@ RUNS = {
 
 def _in_todays_format(name: str, content: bytes) -> bytes:
     if name.endswith(".json"):
-        return json_bytes(json.loads(content))
+        return json_bytes(json.loads(content) | ({"updated_at": 0.0} if name == STATUS_NAME else {}))
     lines = list(map(json.loads, content.splitlines()))
     for build in (command for line in lines for command in line.get("commands", ()) if command["type"] == "Build"):
         build["undone"] = 0

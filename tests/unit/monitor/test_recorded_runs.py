@@ -15,11 +15,21 @@ from elastic_ring.runtime.coordinator import run_files
 from elastic_ring.runtime.coordinator.folds.recovery_log import RecoveryLog
 from elastic_ring.runtime.coordinator.recorder import Begin, RunRecorder
 from elastic_ring.runtime.coordinator.run_files import RunFiles
+from elastic_ring.runtime.coordinator.run_spec import Clock
 from tests.unit.monitor.recorded_runs import OF_A_MACHINE, RECORDED, RUNS, STEPS, RecordedRun
 
 OF_CLOCKS = {"goodput", "time_s"}
 """Keys of a summary whose clocks no record holds."""
-OF_ITS_WRITING = {"phase", "updated_unix_s", "ended", "end", "lost_s", "data_wait_share", "checkpoint_intervals_missed"}
+OF_ITS_WRITING = {
+    "phase",
+    "updated_unix_s",
+    "updated_at",
+    "ended",
+    "end",
+    "lost_s",
+    "data_wait_share",
+    "checkpoint_intervals_missed",
+}
 """Keys of a status that the end changes, or that the coordinator measures as it writes."""
 Json = dict[str, Any]
 
@@ -42,7 +52,7 @@ def recalled(run: RecordedRun, folder: Path) -> RunFiles:
     """The records of a coordinator that starts anew when the run has ended."""
     config = run.run_config(folder)
     (folder / METRICS_NAME).write_bytes(run.files[METRICS_NAME])
-    recorder = RunRecorder(config, lambda note: None, lambda: 0.0)
+    recorder = RunRecorder(config, lambda note: None, Clock(lambda: 0.0, 0.0))
     recorder.open(Begin(identity=run.summary["identity"]))
     replay(run.options, standing(run.journal), recorder.recall)
     return RunFiles(config, recorder)

@@ -6,7 +6,6 @@ A fold over facts: what a restarted coordinator needs changes only in `saw`. No 
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,11 +65,12 @@ class LinesHeard(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenRecovery:
-    """A recovery whose ring has closed, until a step from `step` on commits. Times: on the coordinator's clock."""
+    """A recovery whose ring has closed, until a step from `step` on commits. Times: on the coordinator's clock, None
+    where that was another host's."""
 
     recovery: Recovery
-    fault_at: float
-    resumed_at: float
+    fault_at: float | None
+    resumed_at: float | None
     step: int
 
     def to_json(self) -> dict[str, Any]:
@@ -82,7 +82,8 @@ class OpenRecovery:
         return cls(Recovery.from_json(line), line["_fault_at"], line["_resumed"], line["_step"])
 
     def close(self, now: float) -> Recovery:
-        return replace(self.recovery, rerun_s=now - self.resumed_at, total_s=now - self.fault_at)
+        rerun_s, total_s = (None if at is None else now - at for at in (self.resumed_at, self.fault_at))
+        return replace(self.recovery, rerun_s=rerun_s, total_s=total_s)
 
 
 class EqualBits:
@@ -212,12 +213,13 @@ class RecoveryLog:
 
     # ------------------------------------------------------------ a recovery from its beginning to its end
 
-    def begin(self, change: Change, num_published: int, attempt_began_at: float = math.inf) -> None:
+    def begin(self, change: Change, num_published: int, attempt_began_at: float | None = None) -> None:
         """The ring has closed again; `num_published` steps are in the metrics. The attempt that broke off had begun at
-        `attempt_began_at`; infinity if unknown."""
+        `attempt_began_at`; None if unknown."""
         assert change.resumed_at is not None
         faults = sorted(self._open_faults)
-        fault_at = min([self.fired[i].now for i in faults], default=change.noticed_at)
+        fault_at: float | None
+        fault_at = noticed_at = min([self.fired[i].now for i in faults], default=change.noticed_at)
         heal_s = max([float(self._timings.get(w, {}).get("heal_s", 0.0)) for w in change.newcomers], default=0.0)
         is_rerun = change.step_rerun is not None
         recovery = Recovery(
@@ -225,7 +227,7 @@ class RecoveryLog:
             faults=[str(self._run.faults[i]) for i in faults],
             cause=self._cause(change),
             action=change.action,
-            detect_s=max(0.0, change.noticed_at - fault_at),
+            detect_s=max(0.0, change.noticed_at - noticed_at),
             close_s=max(0.0, change.resumed_at - change.noticed_at - heal_s),
             heal_s=heal_s,
             steps_undone=max(change.steps_undone, num_published - change.step, 0),
@@ -234,7 +236,7 @@ class RecoveryLog:
             survivor_pids_kept=self._survivors_kept(change),
             exact=change.promise == "bit-exact" and self.bits.are_promised,
             kind=self._kind(change),
-            broken_off_s=max(0.0, fault_at - attempt_began_at) if is_rerun else 0.0,
+            broken_off_s=max(0.0, noticed_at - attempt_began_at) if is_rerun and attempt_began_at is not None else 0.0,
             phases=self._phases(change.newcomers),
             lost=dict(Counter(lost.reason for lost in change.lost if lost.global_rank is not None)),
         )
@@ -253,13 +255,14 @@ class RecoveryLog:
         if self._open is not None:
             self._add(self._open.close(now), closes=True)
 
-    def coordinator_back(self, now: float, step: int, alive_at_s: float | None) -> None:
+    def coordinator_back(self, now: float, step: int, alive_at: float | None) -> None:
         """A new coordinator found the mesh at work: nothing of the training was lost.
 
-        The old one died when a planned fault hit it, else some time after its last sign of life.
+        The old one died when a planned fault hit it, else some time after its last sign of life at `alive_at`; None if
+        unknown.
         """
-        last_s = now if alive_at_s is None else alive_at_s
-        fault_at = min((self.fired[i].now for i in self._open_faults), default=last_s)
+        fault_at = min((self.fired[i].now for i in self._open_faults), default=alive_at)
+        took_s = None if alive_at is None or fault_at is None else max(0.0, now - fault_at)
         recovery = Recovery(
             step=step,
             faults=[str(self._run.faults[i]) for i in sorted(self._open_faults)],
@@ -267,10 +270,10 @@ class RecoveryLog:
             kind="coordinator",
             action="coordinator restarted from its journal",
             detect_s=0.0,
-            close_s=now - fault_at,
+            close_s=took_s,
             heal_s=0.0,
             rerun_s=0.0,
-            total_s=now - fault_at,
+            total_s=took_s,
             steps_undone=0,
             steps_rerun=0,
             source="replica",
@@ -278,6 +281,11 @@ class RecoveryLog:
             exact=True,
         )
         self._add(recovery, closes=False)
+
+    def forget_times(self) -> None:
+        """The open recovery began on another clock."""
+        if self._open is not None:
+            self._open = replace(self._open, fault_at=None, resumed_at=None)
 
     def _add(self, recovery: Recovery, *, closes: bool) -> None:
         self._tell(RecoveryEnded(recovery.to_json(), closes))
