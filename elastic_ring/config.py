@@ -52,7 +52,8 @@ class Timeouts:
     _prefix: ClassVar[str] = "timeouts."
 
     stopped_s: PositiveSeconds = 0.4
-    """A process stopped (state T) this long is frozen."""
+    """A process stopped (state T) this long is frozen. For the last holder of a shard this and the next are at least
+    what going back would cost, up to heart_cap_s."""
     heart_floor_s: PositiveSeconds = 1.2
     """A process that is silent this long without using the CPU hangs; the limit adapts upwards."""
     heart_cap_s: PositiveSeconds = 20.0

@@ -155,6 +155,8 @@ class HangDetector:
         self._tracks: dict[str, _Track] = {}
         self._slowest_idle_s = self._slowest_computing_s = 0.0
         self._last_s: float | None = None
+        self.least_s: Mapping[str, float] = {}
+        """How long a worker may be stopped or silent at least, where its end would cost more than the wait."""
 
     def tick(self, now_s: float, observations: Sequence[Observation]) -> list[Hang]:
         """Judge all workers of the node at monotonic time `now_s`. Workers without an observation are forgotten.
@@ -181,7 +183,7 @@ class HangDetector:
         # A worker that waits for work stamps regularly from its first moment; only training warms up.
         if phase != Phase.IDLE and (track is None or track.num_steps < 2):
             limit_s = max(limit_s, settings.warmup_floor_s)
-        return max(limit_s, settings.phase_floors_s.get(phase, 0.0))
+        return max(limit_s, settings.phase_floors_s.get(phase, 0.0), self.least_s.get(worker, 0.0))
 
     def computing_limit_s(self, worker: str, phase: int) -> float:
         """How long `worker` may be silent in `phase` while it uses the CPU, in seconds."""
@@ -201,8 +203,9 @@ class HangDetector:
         stopped = seen.reading.state in "Tt"
         self._follow(track, stamp, seen.reading, stopped, counted_s)
         step, phase = (stamp.step, stamp.phase) if stamp is not None else (-1, int(Phase.STARTING))
-        if stopped and track.stopped_s > self.settings.stopped_limit_s:
-            kind, still_s, limit_s = "stopped", track.stopped_s, self.settings.stopped_limit_s
+        stopped_limit_s = max(self.settings.stopped_limit_s, self.least_s.get(seen.worker, 0.0))
+        if stopped and track.stopped_s > stopped_limit_s:
+            kind, still_s, limit_s = "stopped", track.stopped_s, stopped_limit_s
         else:
             kind, still_s, limit_s = "stalled", track.idle_s, self.limit_s(seen.worker, phase)
             if still_s <= limit_s:

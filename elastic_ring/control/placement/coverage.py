@@ -6,6 +6,7 @@ Where nodes name their failure domains, these take the place of hosts. The recov
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,17 @@ from itertools import combinations_with_replacement
 
 from elastic_ring.control.options import CopyMode
 from elastic_ring.control.placement.copies import failure_places, place
-from elastic_ring.control.state import State, domains_of, gpus_on, members, mesh_of, node_of, spares
+from elastic_ring.control.state import (
+    Building,
+    State,
+    domains_of,
+    gpus_on,
+    members,
+    membership_of,
+    mesh_of,
+    node_of,
+    spares,
+)
 from elastic_ring.mesh import Mesh
 
 OUTCOMES = (
@@ -31,6 +42,8 @@ OUTCOMES = (
 SPARE, FEWER, WAIT, COPIES, _, CHECKPOINT, _, START = range(len(OUTCOMES))
 PROCESS = "any process"
 HOST = "its host"
+RECOVERY_S = 1.0
+"""A recovery without the steps that run again."""
 HOSTS, DOMAINS = ("any host", "any two hosts"), ("any failure domain", "any two failure domains")
 
 
@@ -74,6 +87,23 @@ def covered(state: State) -> dict[str, str]:
     )
     losses = (PROCESS, *(DOMAINS if places else HOSTS if len(set(on)) > 1 else (HOST,)))
     return {loss: OUTCOMES[outcome] for loss, outcome in zip(losses, counted.worst(), strict=False)}
+
+
+def patience_s(state: State, since_saved_s: float) -> dict[str, float]:
+    """How long the last holders of a shard may be silent at least before they are killed: as long as going back costs,
+    with steps that took `since_saved_s`, and no longer than `heart_cap_s`. Nobody where each shard has more holders."""
+    membership, holders = membership_of(state), defaultdict[int, list[str]](list)
+    if membership is None:
+        return {}
+    to_heal = {newcomer for _, newcomer in membership.donors}
+    if isinstance(state.phase, Building):
+        to_heal -= set(state.phase.resumed)
+    for rank, name in enumerate(membership.members):
+        worker = state.workers.get(name)
+        if worker is not None and worker.status == "ready" and name not in to_heal:
+            holders[rank % membership.mesh.cp].append(name)
+    limit_s = min(float(math.ceil(RECOVERY_S + since_saved_s)), state.options.timeouts.heart_cap_s)
+    return {names[0]: limit_s for names in holders.values() if len(names) == 1}
 
 
 def _places(on: Sequence[str], domains: Mapping[str, tuple[str, ...]]) -> dict[str, str]:

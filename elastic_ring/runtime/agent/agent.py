@@ -29,6 +29,7 @@ from elastic_ring.runtime.agent.memory_guard import MemoryGuard, guard_limit, ra
 from elastic_ring.runtime.agent.messages import (
     BadGpus,
     Beat,
+    BePatient,
     CoordinatorEndpoint,
     Death,
     Echo,
@@ -290,6 +291,8 @@ class NodeAgent:
                     self._kill(message.worker, message.reason)
                 case Forget():
                     self._forget(message.worker)
+                case BePatient():
+                    self._detector.least_s = message.limits_s
 
     def _beat(self, link: Link, now: float) -> None:
         link.beat_at, reading, health = now, None, None

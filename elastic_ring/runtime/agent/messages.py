@@ -160,6 +160,13 @@ class Forget(ToAgent):
     worker: str
 
 
+@dataclass(frozen=True)
+class BePatient(ToAgent):
+    """How long workers may be silent at least, in seconds; others as usual. Replaces the last such message."""
+
+    limits_s: Mapping[str, float]
+
+
 _KINDS: dict[str, type] = {kind.__name__: kind for base in (FromAgent, ToAgent) for kind in base.__subclasses__()}
 
 

@@ -52,6 +52,7 @@ from elastic_ring.control.messages import (
     from_json,
 )
 from elastic_ring.control.phases import awaits_newest, is_newest_answer
+from elastic_ring.control.placement.coverage import patience_s
 from elastic_ring.control.state import Building, Ended, Reconnecting, Running, State, members, phase_name, waiting_for
 from elastic_ring.errors import IllegalTransition, JournalDamaged, OtherFormat, RunFailed, StaleMessage, TermLost
 from elastic_ring.monitor.goodput import Stages
@@ -390,6 +391,7 @@ class Decider:
         # After a checkpoint that was not written the next one is not left to an interval of an hour.
         if isinstance(self.state.phase, Running) and self.storage.checkpoints.tries.take_retry():
             self._decide(CheckpointDue(self.cause()))
+        self.node_monitor.be_patient(patience_s(self.state, self.recorder.since_saved_s(self.state)))
         self._refresh()  # a step may take longer than the age at which status calls a run silent
         self.services.metrics.export(self.state)
         self.services.demand.look(self.state)

@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from elastic_ring.runtime.agent.health import resolver_warning
 from elastic_ring.runtime.agent.messages import (
     BadGpus,
     Beat,
+    BePatient,
     CoordinatorEndpoint,
     Death,
     Echo,
@@ -71,7 +72,8 @@ class WatchedWorker:
 @dataclass
 class WatchedNode:
     """A node as the core knows it; a lost one begins anew. `info`: as Ray listed it last; `reported`: slots, GPUs,
-    drain and leave time as the core got them. `agent`: its handle. `beat_at`: the time of its last message."""
+    drain and leave time as the core got them. `agent`: its handle. `beat_at`: the time of its last message. `limits_s`:
+    as its agent has them (`be_patient`)."""
 
     is_lost: bool = False
     info: NodeInfo | None = None
@@ -80,6 +82,7 @@ class WatchedNode:
     beat_at: float | None = None
     bad_gpus: Collection[str] = ()
     vacant_since: float | None = None
+    limits_s: Mapping[str, float] = field(default_factory=dict)
 
 
 class AgentReadings:
@@ -173,6 +176,14 @@ class NodeMonitor:
         watched = self._workers.get(worker)
         return watched is not None and self._agent_server.send(watched.node, Kill(worker, reason))
 
+    def be_patient(self, limits_s: Mapping[str, float]) -> None:
+        """Have the agents wait for these workers at least so long, and for all others as usual."""
+        for node in self._agent_server.nodes:
+            workers = (watched.watch.worker for watched in self._workers_on(node))
+            own = {worker: limits_s[worker] for worker in workers if worker in limits_s}
+            if own != self._nodes[node].limits_s and self._agent_server.send(node, BePatient(own)):
+                self._nodes[node].limits_s = own
+
     def info(self, node: str) -> NodeInfo | None:
         """The node as Ray listed it last; None where it is lost, or was never listed."""
         with self._lock:
@@ -226,6 +237,7 @@ class NodeMonitor:
                     self.readings.take(node, message)
                 self._put(NodeBeat(node))
             case Hello():
+                self._nodes[node].limits_s = {}
                 for worker in self._workers_on(node):
                     self._agent_server.send(node, worker.watch)
                 self._put(AgentAttached(node, message.reconnect_s))

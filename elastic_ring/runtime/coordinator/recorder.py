@@ -73,6 +73,7 @@ from elastic_ring.train.vote import listed
 log = logging.getLogger(__name__)
 
 WAIT_TOLD_S = 30.0
+MOST_COUNTED = 1000  # steps
 
 
 @dataclass(frozen=True)
@@ -333,6 +334,12 @@ class RunRecorder:
         if points and points[-1]["step"] != step:
             self.recoveries.say(f"resumed at step {step} from {path}: newer ones do not verify")
         log.info("resumed at step %d from %s", step, path)
+
+    def since_saved_s(self, state: State) -> float:
+        """What the newest steps took that neither copies nor a checkpoint have."""
+        saved = [checkpoint.step for checkpoint in state.checkpoints[-1:]]
+        saved += [self.live.copied.step] if self.live.copied is not None else []
+        return self.metrics.table.rows.total("step_s", max([self.metrics.last_step - MOST_COUNTED, *saved, 0]))
 
     def coordinator_back(self) -> None:
         """Record a coordinator restart that training did not notice."""

@@ -1,7 +1,8 @@
-"""A run that somebody ends by a signal: what it saves first, and where it goes on."""
+"""Signals: a run that is ended by one, what it saves first, where it goes on; a member that one stops for a moment."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -105,3 +106,25 @@ def test_a_second_signal_waits_for_no_checkpoint(local_ray, tmp_path, caplog):
     begun = time.monotonic()
     wait_for(lambda: left_behind("twice") in ([], ["er:twice:coordinator"]))
     assert time.monotonic() - begun < 20.0, "sooner than stop_save_s"
+
+
+@pytest.mark.slow
+def test_the_last_holder_of_a_shard_that_is_stopped_for_a_moment_is_waited_for(local_ray, tmp_path):
+    trainer = trainer_of(tmp_path, "pulse", 2.0, steps=60, gate_s=0.3)
+
+    def pulse() -> None:
+        wait_for(lambda: num_steps(tmp_path / "pulse") >= 3)
+        time.sleep(2.0)  # by then the agent knows what its end costs
+        (member,) = json.loads((tmp_path / "pulse" / "status.json").read_text())["members"]
+        for _ in range(3):
+            os.kill(member["pid"], signal.SIGSTOP)
+            time.sleep(0.6)
+            os.kill(member["pid"], signal.SIGCONT)
+            time.sleep(0.4)
+        (tmp_path / "gate").touch()
+
+    thread = threading.Thread(target=pulse)
+    thread.start()
+    summary = trainer.fit().summary
+    thread.join()
+    assert (summary["steps"], summary["recoveries"]) == (60, [])

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from elastic_ring.config import Timeouts
 from elastic_ring.control.capacity.worker_pool import STANDBY_AFTER_S, _spread
 from elastic_ring.control.messages import NodeJoined, NodeLost, StartWorker
-from elastic_ring.control.placement.coverage import OUTCOMES, covered
+from elastic_ring.control.placement.coverage import OUTCOMES, covered, patience_s
 from elastic_ring.control.pool import Node, Worker
 from elastic_ring.control.state import Forming, State, members, mesh_of, spares
 from elastic_ring.mesh import Mesh
@@ -161,6 +162,21 @@ def test_what_is_covered_is_told_for_a_process_a_host_and_two() -> None:
     assert covered(_fleet(hosts, **alone, copies="1").state)["any host"] == "back to copies"
     two = _fleet({"a": 1, "b": 1}, dp=1, cp=2, spares=0, copies="1")
     assert covered(two.state)["any host"] == "a wait for workers, then back to copies"
+
+
+def test_the_last_holders_of_a_shard_are_waited_for_as_long_as_going_back_costs() -> None:
+    def limits_s(run: Bench, since_saved_s: float) -> dict[str, float]:
+        usual = replace(run.options, run=replace(run.options.run, timeouts=Timeouts()))
+        return patience_s(replace(run.state, options=usual), since_saved_s)
+
+    assert limits_s(_fleet({"a": 2, "b": 2}, dp=2, cp=1), 5.0) == {}, "each shard has another holder"
+    one = _fleet({"a": 2, "b": 1}, dp=1, cp=2, spares=1)
+    assert limits_s(one, 0.2) == dict.fromkeys(members(one.state), 2.0)
+    assert limits_s(one, 1e6) == dict.fromkeys(members(one.state), Timeouts().heart_cap_s)
+    two = _fleet({"a": 2, "b": 2}, dp=2, cp=2, spares=0)
+    before = members(two.state)
+    two.lose(1)
+    assert limits_s(two, 5.0) == {before[3]: 6.0}, "while the others report"
 
 
 @pytest.mark.parametrize("num_domains", [0, 2, 3])

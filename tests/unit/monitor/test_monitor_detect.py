@@ -254,6 +254,19 @@ def test_a_compilation_that_was_announced_has_its_own_limit_and_teaches_nothing(
     assert world.detector.limit_s("w-0", Phase.FORWARD) == 1.0
 
 
+def test_a_worker_whose_end_costs_more_is_waited_for_so_much_longer_stopped_or_silent() -> None:
+    world = warm_world("last", "other")
+    world.detector.least_s = {"last": 3.0}
+    for worker in world.workers:
+        worker.state = worker.thread_state = "T"
+    (number, (other,)), (more, (last,)) = world.ticks_until_hang(), world.ticks_until_hang()
+    assert (number, other.worker) == (12, "other")
+    assert (round((number + more) * PERIOD_S, 2), last.worker, last.limit_s) == (3.05, "last", 3.0)
+    silent = warm_world("last")
+    silent.detector.least_s = {"last": 3.0}
+    assert silent.ticks_until_hang()[0] == 61
+
+
 def test_a_stopped_process_has_the_short_limit_however_much_it_computed() -> None:
     world = warm_world("w-0")
     for _ in range(100):
