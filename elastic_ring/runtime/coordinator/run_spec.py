@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.decisions.memory_ladder import reliefs_on
@@ -69,6 +69,14 @@ class RunSpec:
     """The attempt whose journal the driver saw in the run's folder; empty for none."""
 
 
+class TimedLine(TypedDict, total=False):
+    """A line of the journal: the writer's time, or what the note of a term says of its clock."""
+
+    now: float
+    boot: str
+    offset_s: float
+
+
 class Clock:
     """Seconds on the host's monotonic clock, from an origin that the coordinators of a run share: setting the wall
     clock changes no duration. Waits of `hold`, in which nobody could act, do not count; in `whole` they do."""
@@ -94,11 +102,11 @@ class Clock:
         """The last seconds do not count: who waits by this clock has not been able to act in them."""
         self._holds.append((self() - for_s, for_s))
 
-    def origin(self) -> dict[str, Any]:
+    def origin(self) -> TimedLine:
         """What a note of the journal says of this clock."""
         return {"boot": boot_id(), "offset_s": self._offset_s}
 
-    def go_on(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def go_on(self, lines: Sequence[TimedLine]) -> None:
         """As the clocks of the earlier coordinators that wrote `lines`; on another boot or host from their last line,
         or from the wall clock, whichever is later."""
         origins = [line for line in lines if "offset_s" in line]

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
@@ -48,6 +48,7 @@ from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.run_spec import (
     RECORDS,
     RunSpec,
+    TimedLine,
     is_finished,
     set_aside,
     summary_of,
@@ -62,12 +63,11 @@ log = logging.getLogger(__name__)
 Names = Callable[[], Sequence[str]]
 
 
-class JournalLine(TypedDict, total=False):
+class JournalLine(TimedLine, total=False):
     """A line of the journal, as far as a start uses it."""
 
     note: str
     attempt: str
-    now: float
     host: str
     identity: str
     term: int
