@@ -15,6 +15,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from elastic_ring.cli import clear_screen
@@ -35,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with RunRecords(options.run, lambda text: print(f"elastic-ring status: {text}", file=sys.stderr)) as records:
             if options.serve is not None:
                 return _serve(records, options.host, options.serve)
-            return _print(records, startup_text if options.startup else render_status, options.watch)
+            render = startup_text if options.startup else partial(render_status, look=records.look)
+            return _print(records, render, options.watch)
     except (ValueError, ElasticRingError) as error:
         print(f"elastic-ring status: {error}", file=sys.stderr)
         return 2

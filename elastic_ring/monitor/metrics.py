@@ -10,8 +10,9 @@ import errno
 import logging
 import math
 import os
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType
@@ -343,6 +344,22 @@ def read_metrics(directory: str | os.PathLike[str]) -> list[MetricsLine]:
 
     with StepTable.load(Path(directory) / METRICS_NAME) as table:
         return list(table.lines())
+
+
+WATCHED_S, WATCH_AGAIN_S = 4.0, 0.2
+"""How long a status is watched for a change, which a live coordinator makes every second, and between two looks."""
+
+
+def changed_status(before: Mapping[str, Any], look: Callable[[], Path]) -> dict[str, Any] | None:
+    """The status that a live coordinator writes after `before`, in the folder that `look` brings up to date; None if
+    none comes."""
+    deadline = time.monotonic() + WATCHED_S
+    while time.monotonic() < deadline:
+        time.sleep(WATCH_AGAIN_S)
+        now = read_status(look())
+        if now is not None and now.get("updated_unix_s") != before.get("updated_unix_s"):
+            return now
+    return None
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:

@@ -53,6 +53,7 @@ class Page:
         self._server: ThreadingHTTPServer | None = None
         self._lock = threading.Lock()
         self._last: tuple[float, bytes] | None = None
+        self._news: tuple[Any, float] = None, 0.0  # the status as it was last seen to change, and when: by this clock
 
     def __enter__(self) -> Page:
         try:
@@ -96,8 +97,11 @@ class Page:
         """The page's data as JSON, at most `FRESH_S` old."""
         with self._lock:
             if self._last is None or time.monotonic() - self._last[0] > FRESH_S:
-                data = json.dumps(page_data(self._look()), allow_nan=False).encode()
-                self._last = (time.monotonic(), data)
+                data, now = page_data(self._look()), time.monotonic()
+                if data["updated_unix_s"] != self._news[0]:
+                    self._news = data["updated_unix_s"], now
+                data["news_s"] = now - self._news[1] if data["is_live"] else None
+                self._last = (now, json.dumps(data, allow_nan=False).encode())
             return self._last[1]
 
 
@@ -183,10 +187,9 @@ def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
 # ---------------------------------------------------------------- its data
 
 
-def page_data(folder: Path, now_unix_s: float | None = None) -> dict[str, Any]:
+def page_data(folder: Path) -> dict[str, Any]:
     """The state, the curves and the ranks of a run, from the records in its folder. Raises: RecordDamaged for records
     with unexpected content."""
-    now = time.time() if now_unix_s is None else now_unix_s
     records = Records.of(folder, most_lines=MAX_LINES)
     status, summary, steps, curves = records.status, records.summary, records.steps, records.curves
     try:
@@ -200,7 +203,8 @@ def page_data(folder: Path, now_unix_s: float | None = None) -> dict[str, Any]:
             "run": status.get("run") or folder.resolve().name,
             "phase": "failed" if status.get("error") else "ended" if has_ended else str(status.get("phase", "unknown")),
             "error": "; ".join(filter(None, (status.get("error"), *records.damaged))),
-            "news_s": None if status.get("ended") or not status else max(0.0, now - status.get("updated_unix_s", now)),
+            "is_live": bool(status) and not status.get("ended"),
+            "updated_unix_s": status.get("updated_unix_s"),
             "step": step,
             "total_steps": status.get("total_steps", records.num_steps),
             "term": status.get("term"),

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from elastic_ring.control.decisions.detectors import DATA_LIMIT, TOLD_AFTER
 from elastic_ring.errors import JournalDamaged, RecordDamaged
@@ -28,11 +29,13 @@ from elastic_ring.monitor.metrics import (
     METRICS_NAME,
     STATUS_NAME,
     SUMMARY_NAME,
+    WATCHED_S,
     MetricsLine,
     Recovery,
     StatusFile,
     StatusOfWorker,
     SummaryFile,
+    changed_status,
 )
 
 _PARTS = ("detect", "close", "heal", "rerun")
@@ -97,10 +100,14 @@ def seconds(value_s: float | None) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) -> str:
+def render_status(
+    run_folder: str | Path, *, now_unix_s: float | None = None, look: Callable[[], Path] | None = None
+) -> str:
     """The known state of a run: phase, mesh, generation, step, members, spares, last recoveries.
 
-    Names damaged files, and shows the rest. Raises: ValueError when the folder is missing or is no run's.
+    `look` brings the folder up to date: a status that is old, or from the future, counts as live where it changes, as
+    clocks of two hosts differ. Names damaged files, and shows the rest. Raises: ValueError when the folder is
+    missing or is no run's.
     """
     folder = Path(run_folder)
     if not folder.is_dir():
@@ -111,14 +118,15 @@ def render_status(run_folder: str | Path, *, now_unix_s: float | None = None) ->
         files = f"{STATUS_NAME}, {JOURNAL_NAME} or {SUMMARY_NAME}"
         raise ValueError(f"run folder {folder}: holds no {files}; give the --run-dir of a run")
     now = time.time() if now_unix_s is None else now_unix_s
+    news = cache(lambda: _news_of(status, now, look))
     sections: tuple[Callable[[], Iterable[str]], ...] = (
-        lambda: [_state_line(folder, status, summary, now)],
+        lambda: [_state_line(folder, status, summary, news)],
         lambda: _versions_lines(folder / CONFIG_NAME),
         lambda: [_mesh_line(status, summary)],
         lambda: [_step_line(records)],
         lambda: _newest_step_lines(records),
         lambda: _delay_lines(status),
-        lambda: _membership_lines(status, now),
+        lambda: _membership_lines(status, news),
         lambda: _memory_lines(folder / CONFIG_NAME, status, summary),
         lambda: _recovery_lines(list(status.get("recoveries") or summary.get("recoveries") or [])),
         lambda: _summary_lines(summary),
@@ -190,7 +198,7 @@ class Records:
         return cls(status, summary, num_steps, steps, validated, curves, decision, tuple(damaged))
 
 
-def _state_line(folder: Path, status: StatusFile, summary: SummaryFile, now: float) -> str:
+def _state_line(folder: Path, status: StatusFile, summary: SummaryFile, news: Callable[[], _News]) -> str:
     name = status.get("run") or folder.resolve().name
     if status.get("error"):
         return f"run {name}: failed: {status['error']}"
@@ -199,9 +207,12 @@ def _state_line(folder: Path, status: StatusFile, summary: SummaryFile, now: flo
     if not status:
         return f"run {name}: state unknown, its {STATUS_NAME} is missing or cannot be read"
     state = f"run {name}: {status.get('phase', 'running')}"
-    age_s = _status_age_s(status, now)
-    if age_s > _STALE_S:
-        return f"{state}, but no news for {age_s:.0f} s: its coordinator {_waits_for_disk(folder)}is gone or stuck"
+    age_s, is_silent = news()
+    if is_silent:
+        silent = f"no news for {max(WATCHED_S, age_s):.0f} s"
+        return f"{state}, but {silent}: its coordinator {_waits_for_disk(folder)}is gone or stuck"
+    if abs(age_s) > _STALE_S:
+        return f"{state}, with news; its host's clock is {abs(age_s):.0f} s {'behind' if age_s > 0 else 'ahead'}"
     return f"{state}, news of {max(0.0, age_s):.1f} s ago"
 
 
@@ -212,9 +223,18 @@ def _waits_for_disk(folder: Path) -> str:
     return f"waits for the disk, which {fault}, or " if fault else ""
 
 
-def _status_age_s(status: StatusFile, now: float) -> float:
-    """Seconds since the last status update of a run that has not ended."""
-    return now - float(status.get("updated_unix_s", now))
+class _News(NamedTuple):
+    """How old the status is by this host's clock, and whether the coordinator is silent."""
+
+    age_s: float
+    is_silent: bool
+
+
+def _news_of(status: StatusFile, now: float, look: Callable[[], Path] | None) -> _News:
+    age_s = now - float(status.get("updated_unix_s", now))
+    if look is None or abs(age_s) <= _STALE_S:
+        return _News(age_s, age_s > _STALE_S)
+    return _News(age_s, changed_status(status, look) is None)
 
 
 def _versions_lines(config: Path) -> list[str]:
@@ -312,7 +332,7 @@ def human_rate(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _membership_lines(status: StatusFile, now: float) -> Iterable[str]:
+def _membership_lines(status: StatusFile, news: Callable[[], _News]) -> Iterable[str]:
     if status.get("ended"):
         yield _row("members", "none any more")
         return
@@ -327,7 +347,7 @@ def _membership_lines(status: StatusFile, now: float) -> Iterable[str]:
         yield _row("spares", ", ".join(names) or "none: the next loss makes the mesh smaller")
         if covered := status.get("covered"):
             yield _row("a loss of", "; ".join(f"{loss}: {outcome}" for loss, outcome in covered.items()))
-        if _status_age_s(status, now) > _STALE_S:
+        if news().is_silent:
             yield _row("", "members and spares are those of the last news, and may be gone")
 
 

@@ -393,12 +393,13 @@ class StoredCheckpoints:
         """Abort uploads that earlier submissions left, which no listing of objects shows: of checkpoints, whose writers
         are gone, and of weights that nobody has gone on with for an hour."""
         attempt, num_aborted = self._writer.attempt, 0
-        for upload in self.storage.uploads():
+        uploads = self.storage.uploads()
+        stale_s = self.storage.now_unix_s() - UNFINISHED_AFTER_S if uploads else 0.0
+        for upload in uploads:
             if upload.path.startswith(f"{FOLDER}/"):
                 is_old = not attempt or f"/attempt-{attempt[:8]}-" not in upload.path
             else:
-                is_stale = upload.begun_unix_s <= time.time() - UNFINISHED_AFTER_S
-                is_old = upload.path.startswith(WEIGHTS_FOLDER) and is_stale
+                is_old = upload.path.startswith(WEIGHTS_FOLDER) and upload.begun_unix_s <= stale_s
             if is_old:
                 self.storage.abort(upload)
                 num_aborted += 1

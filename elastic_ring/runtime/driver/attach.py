@@ -6,6 +6,7 @@ Nothing is started or decided here: `decision` says what follows.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,14 +17,13 @@ from elastic_ring.control.coordination import standing
 from elastic_ring.errors import CoordinatorLost, RunFailed
 from elastic_ring.monitor.journal import salvage_file
 from elastic_ring.monitor.json_files import readable_json
-from elastic_ring.monitor.metrics import JOURNAL_NAME, SUMMARY_NAME, read_status
+from elastic_ring.monitor.metrics import JOURNAL_NAME, SUMMARY_NAME, changed_status, read_status
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.inbox import End
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
 from elastic_ring.runtime.driver.submission_rules import Coordinator
 
-LOOK_S = 4.0  # several times the period of a live coordinator's status updates
 ASK_AGAIN_S = 0.2
 SCALE_S = 30.0
 
@@ -86,20 +86,17 @@ def begun_by(run: RunConfig) -> list[str]:
 def other_writer(run: RunConfig) -> str | None:
     """The name of the run that a coordinator of another Ray cluster writes into the run's folder; None if none does.
 
-    A live coordinator updates its status file every second, so this looks for LOOK_S whether the file changes. Its age
-    says nothing: clocks of two hosts differ.
+    Looks whether its status changes. Its age says nothing: clocks of two hosts differ.
     """
-    before = read_status(run.driver_folder)
-    if before is None or before.get("ended"):
-        return None
-    deadline = time.monotonic() + LOOK_S
-    while time.monotonic() < deadline:
-        time.sleep(ASK_AGAIN_S)
+
+    def look() -> Path:
         run_storage.fetch(run, run.driver_folder)
-        now = read_status(run.driver_folder)
-        if now is not None and now.get("updated_unix_s") != before.get("updated_unix_s"):
-            return str(now.get("run"))
-    return None
+        return run.driver_folder
+
+    before = read_status(run.driver_folder)
+    if before is None or before.get("ended") or (now := changed_status(before, look)) is None:
+        return None
+    return str(now.get("run"))
 
 
 def end_on_record(run: RunConfig, attempt: str) -> End | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -59,27 +58,28 @@ class SetAside:
 
 def leftovers(storage: Storage, unfinished_after_s: float = UNFINISHED_AFTER_S) -> Leftovers:
     """Files and uploads of attempts that no checkpoint uses, if their step was committed by another attempt, is older
-    than the newest checkpoint, or has had no new file for `unfinished_after_s` (0 where no run writes)."""
+    than the newest checkpoint, or has had no new file for `unfinished_after_s` by the storage's own clock (0 where no
+    run writes: whatever the time)."""
     entries = storage.entries(FOLDER)
     kept = _kept_folders(storage, entries)
     newest = max((age_key(name) for name in _committed_folders(entries)), default=(-1, -1))
     last_s: dict[str, float] = defaultdict(float)
     for entry in entries:
         last_s[_attempt(entry.path)] = max(last_s[_attempt(entry.path)], entry.modified_unix_s)
-    now_s = time.time()
+    ended_s = storage.now_unix_s() - unfinished_after_s if unfinished_after_s else math.inf
 
     def is_left(path: str, touched_unix_s: float) -> bool:
         parts = path.split("/")
         if len(parts) < 4 or not parts[3].startswith(("attempt-", ".")) or _attempt(path) in kept:
             return False
         has_commit = "/".join(parts[:3]) in kept
-        return has_commit or age_key(path) < newest or now_s - touched_unix_s >= unfinished_after_s
+        return has_commit or age_key(path) < newest or touched_unix_s <= ended_s
 
     files = [entry for entry in entries if is_left(entry.path, last_s[_attempt(entry.path)])]
     files += [
         entry
         for entry in storage.entries(recursive=False)
-        if entry.path.startswith(PROBE) and now_s - entry.modified_unix_s >= unfinished_after_s
+        if entry.path.startswith(PROBE) and entry.modified_unix_s <= ended_s
     ]
     uploads = [
         upload

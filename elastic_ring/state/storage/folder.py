@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -150,10 +151,21 @@ class Storage:
         with _failing(self, "cannot be removed", name):
             self._files.remove_folder(self.at(name))
 
+    def now_unix_s(self) -> float:
+        """The time by the clock that dates this storage's files, from a file written now: those of hosts differ."""
+        name = f"{PROBE}-{secrets.token_hex(4)}"
+        self.replace(name, b"now")
+        try:
+            with _failing(self, "cannot be looked up", name):
+                return _entry(self, name).modified_unix_s
+        finally:
+            self.remove(name)
+
     def remove_empty_folders(self, name: str, unchanged_s: float) -> None:
         """Remove the empty folders below `name` that were not changed for `unchanged_s`; object stores have none."""
+        before_unix_s = self.now_unix_s() - unchanged_s if unchanged_s else math.inf
         with _failing(self, "cannot be removed", name):
-            self._files.remove_empty_folders(self.at(name), unchanged_s)
+            self._files.remove_empty_folders(self.at(name), before_unix_s)
 
     def uploads(self, folder: str = "") -> list[Upload]:
         """Multipart uploads under `folder` that are neither completed nor aborted; none on file systems."""

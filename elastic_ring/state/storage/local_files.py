@@ -7,7 +7,6 @@ import fcntl
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -118,9 +117,9 @@ class LocalFiles:
                 os.rmdir(folder)
                 folder = os.path.dirname(folder)
 
-    def remove_empty_folders(self, path: str, unchanged_s: float) -> None:
+    def remove_empty_folders(self, path: str, before_unix_s: float) -> None:
         for folder, below, files in os.walk(path, topdown=False, onerror=_raise_unless_missing):
-            if not below and not files and time.time() - os.stat(folder).st_mtime >= unchanged_s:
+            if not below and not files and os.stat(folder).st_mtime <= before_unix_s:
                 self._remove_empty_parents(folder)
 
     def uploads(self, folder: str) -> list[Upload]:

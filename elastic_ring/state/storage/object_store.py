@@ -209,7 +209,7 @@ class ObjectStore:
             if errors:
                 raise OSError(f"{len(errors)} objects cannot be removed, the first for {errors[0]}")
 
-    def remove_empty_folders(self, path: str, unchanged_s: float) -> None:
+    def remove_empty_folders(self, path: str, before_unix_s: float) -> None:
         """Nothing: here folders are prefixes of names."""
 
     def uploads(self, folder: str) -> list[Upload]:

@@ -284,6 +284,28 @@ def test_a_run_that_fell_silent_says_for_how_long(run: Path) -> None:
     assert render_status(run, now_unix_s=9e9).splitlines()[0] == "run laptop: failed: ShardLost: cp_rank 1"
 
 
+@pytest.mark.parametrize("ahead_s", [-3600.0, 70.0])
+def test_whether_a_run_lives_is_what_its_status_does_and_not_its_age_by_another_hosts_clock(
+    run: Path, ahead_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ring.monitor.metrics.WATCHED_S", 0.5)
+    looks = []
+
+    def look() -> Path:
+        looks.append(len(looks))
+        if is_live:
+            write_json(run / "status.json", live_status(updated_unix_s=5000.0 + len(looks)))
+        return run
+
+    for is_live in (True, False):
+        text = render_status(run, now_unix_s=5000.0 - ahead_s, look=look)
+        clock = f"with news; its host's clock is {abs(ahead_s):.0f} s {'ahead' if ahead_s > 0 else 'behind'}"
+        expected = (True, False, False) if is_live else (False, True, True)
+        doubts = "no news for", "members and spares are those of the last news"
+        assert (clock in text, *(doubt in text for doubt in doubts)) == expected, text
+    assert looks
+
+
 def test_intervals_without_a_checkpoint_are_in_the_status_from_the_third_on(run: Path) -> None:
     for number, told in ((2, False), (3, True)):
         write_json(run / "status.json", live_status(checkpoint_intervals_missed=number, checkpoint_step=8))

@@ -95,13 +95,17 @@ def test_a_long_run_is_thinned_and_keeps_its_spikes() -> None:
 
 def test_what_cannot_be_read_is_told_and_other_paths_are_not_there(page: Page, run: Path) -> None:
     with urllib.request.urlopen(f"{page.url}data.json", timeout=10) as answer:
-        assert json.loads(answer.read())["step"] == 40
+        seen = json.loads(answer.read())
+    assert seen["step"] == 40
+    assert seen["news_s"] == 0.0, "whatever the age by this host's clock"
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(f"{page.url}../status.json", timeout=10)
     (run / METRICS_NAME).write_text('{"step": 0}\n{broken\n{"step": 1}\n')
     time.sleep(0.6)  # longer than an answer is kept
     with urllib.request.urlopen(f"{page.url}data.json", timeout=10) as answer:
-        assert f"line 2 of {run / METRICS_NAME}" in json.loads(answer.read())["error"]
+        seen = json.loads(answer.read())
+    assert f"line 2 of {run / METRICS_NAME}" in seen["error"]
+    assert 0.5 < seen["news_s"] < 10.0, "nothing has changed since"
 
 
 def test_a_port_that_is_taken_and_a_folder_without_a_run_are_refused(

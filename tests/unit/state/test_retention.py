@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,6 +146,21 @@ def test_an_attempt_is_left_over_when_another_or_a_newer_one_was_committed_or_no
     assert "checkpoints/notes.txt" in dict(storage.names())
     assert storage.folders(checkpoint.FOLDER) == ["step-00000005"]
     assert [checkpoint.wrong_with(storage, folder) for folder in checkpoint.committed(storage)][:1] in ([], [[]])
+
+
+@pytest.mark.parametrize("ahead_s", [-7200.0, 7200.0])
+def test_how_long_nothing_was_added_is_by_the_clock_of_the_storage_and_not_of_this_host(tmp_path, monkeypatch, ahead_s):
+    storage, real = Storage(str(tmp_path)).open(), time.time
+    under_way, old = attempt(storage, 9), attempt(storage, 7)
+    (tmp_path / "checkpoints/step-00000008").mkdir()
+    os.utime(tmp_path / old, (real() - 4000.0,) * 2)
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+    left = retention.leftovers(storage)
+    assert [entry.path for entry in left.files] == [old]
+    retention.remove_leftovers(storage, left)
+    assert [*dict(storage.names())] == [under_way]
+    kept = ["step-00000007", "step-00000008", "step-00000009"]
+    assert storage.folders("checkpoints") == kept, "a run may begin to write into one that has just become empty"
 
 
 def test_what_was_set_aside_stays_until_it_is_asked_for(storage, capsys):
