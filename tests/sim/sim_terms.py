@@ -89,13 +89,17 @@ class Submission:
         self.frozen_until = 0.0
         self.stopped = self.refused = False
         self.awake_s = 0.0  # since another submission's newer claim, while this one has not stopped
-        self.num_reads = self.last_seen = self.last_read = 0
+        self.num_starts = self.num_reads = self.last_seen = self.last_read = 0
 
     def start(self, *, is_restart: bool) -> None:
+        self.num_starts += 1  # of those only the last process lives
         self.world.run(self, self._start(is_restart))
 
+    def is_over(self, start: int) -> bool:
+        return self.stopped or start != self.num_starts
+
     def _start(self, is_restart: bool) -> Turns:
-        world, storage = self.world, self.world.storage
+        world, storage, mine = self.world, self.world.storage, self.num_starts
         if self.looks and not is_restart:
             self.looked_since, before = world.now, storage.status
             while world.now < self.looked_since + WATCHED_S:
@@ -111,6 +115,8 @@ class Submission:
             action = next(steps)
             while True:
                 yield world.delay_s()
+                if self.is_over(mine):
+                    return
                 try:
                     answer = self._do(action, is_restart)
                 except ElasticRingError as error:
@@ -120,11 +126,11 @@ class Submission:
         except StopIteration as done:
             self.own = done.value
             storage.in_journal, storage.journal_of = max(storage.in_journal, done.value.term), self.attempt
-            self.running_since = self.running_since or world.now
         except ElasticRingError:
             self.refused = self.stopped = True
             return
-        if not is_restart:
+        if not self.running_since:  # no process of this submission has come so far
+            self.running_since = world.now
             self.began_with = {one.folder for one in storage.written if not one.is_aside}
             world.run(self, self._tell())
         world.run(self, self._look())
@@ -175,25 +181,27 @@ class Submission:
         return not self.stopped
 
     def _look(self) -> Turns:
-        while not self.stopped:
+        mine = self.num_starts
+        while not self.is_over(mine):
             yield LOOK_S
             yield self.world.delay_s()
-            self.is_current()
+            if not self.is_over(mine):
+                self.is_current()
 
     def _commit(self) -> Turns:
-        storage = self.world.storage
+        storage, mine = self.world.storage, self.num_starts
         for number in itertools.count():
             yield COMMIT_S * self.world.random.uniform(0.5, 1.5)
-            if self.stopped or not self.is_current():
+            if self.is_over(mine) or not self.is_current():
                 return
             yield self.world.delay_s()  # the manifest is on its way: whatever stops this process now is too late
-            if self.stopped:
+            if self.is_over(mine):
                 return
             assert self.own is not None
             folder = f"{self.attempt}-{self.own.term}-{number}"
             storage.written.append(Written(self.attempt, folder))
             yield self.world.delay_s()
-            if self.stopped or not self.is_current():  # asked before anything is set aside
+            if self.is_over(mine) or not self.is_current():  # asked before anything is set aside
                 return
             for one in storage.written:
                 if is_late(self.attempt, one.attempt, one.folder, self.began_with):

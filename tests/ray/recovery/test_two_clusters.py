@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -76,7 +77,12 @@ def committed(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_frozen_submission_whose_run_another_one_has_taken_stops_with_3_and_so_does_that_one_in_its_turn(tmp_path):
+@pytest.mark.parametrize("purged", [False, True])
+def test_a_frozen_submission_whose_run_another_one_has_taken_stops_with_3_and_so_does_that_one_in_its_turn(
+    tmp_path, purged
+):
+    """`purged`: the claims are removed, as by a purge of the storage: while the first is frozen, and once it has
+    stopped."""
     folder = tmp_path / "run"
     made = [Submission(folder, tmp_path / "first.log")]
     try:
@@ -84,6 +90,8 @@ def test_a_frozen_submission_whose_run_another_one_has_taken_stops_with_3_and_so
         assert not made[0].has_ended, made[0].said()
         made[0].freeze()
         last = committed(folder)[-1]["step"]
+        if purged:
+            shutil.rmtree(folder / "terms")
         made.append(Submission(folder, tmp_path / "second.log"))
         wait_for(lambda: committed(folder)[-1]["term"] == 2 or made[1].has_ended, limit_s=LIMIT_S)
         assert f"resumes at step {last}" in made[1].said()
@@ -93,15 +101,24 @@ def test_a_frozen_submission_whose_run_another_one_has_taken_stops_with_3_and_so
                 assert not submission.has_ended, "whoever has the newest term trains on"
                 seen = committed(folder)[-1]["step"]
                 wait_for(lambda seen=seen: committed(folder)[-1]["step"] > seen)  # type: ignore[misc]
-                (folder / "terms" / "000009").touch()
             tree = submission.processes()
+            if submission is made[1] and purged:
+                shutil.rmtree(folder / "terms")
+            elif submission is made[1]:
+                (folder / "terms" / "000009").touch()
             assert submission.driver.wait(LIMIT_S) == 3, submission.said()
-            host = socket.gethostname() if term == 2 else r"somebody \(terms/000009 names no host\)"
-            told = rf"train: run shared in {folder} is not .*: {host} has claimed term {term}, .* submit this command"
-            assert re.search(told, submission.said()), submission.said()
+            host = socket.gethostname()
+            reason = (
+                f"{host} has claimed term 2, since 20" if term == 2 else "somebody .terms/000009 names no host. has"
+            )
+            if purged and term != 2:
+                reason = rf"its claim terms/000002 \({host}, since 20.*\) was removed, "
+            line = rf"elastic-ring train: run shared in {folder} is not .*: {reason}.* submit this command.*"
+            assert re.fullmatch(line, submission.said().splitlines()[-1]), submission.said()
             wait_for(lambda tree=tree: not any(map(is_alive, tree[1:])))  # type: ignore[misc]
         names = [name for name, _ in Storage(str(folder)).names("terms")]
-        assert names == ["terms/000001", "terms/000002", "terms/000009"], "the loser claimed nothing on its way out"
+        left = [] if purged else ["terms/000001", "terms/000002", "terms/000009"]
+        assert names == left, "the loser claimed nothing on its way out"
         assert {one["term"] for one in committed(folder) if one["step"] > last} == {2}
     finally:
         for submission in made:

@@ -32,7 +32,7 @@ from elastic_ring.runtime.coordinator.inbox import CheckpointCounts, CheckpointF
 from elastic_ring.runtime.coordinator.resume import Resume, find_resume, scan_checkpoints
 from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity
 from elastic_ring.runtime.notices import CheckpointPart
-from elastic_ring.runtime.terms import Terms
+from elastic_ring.runtime.terms import Terms, TermWatch
 from elastic_ring.runtime.worker.saver import CheckpointTerms, Place, Saver, SaveSchedule, open_checkpoint
 from elastic_ring.state.checkpoints.retention import KEPT_NAME
 from elastic_ring.state.storage import folder as storage_folder
@@ -547,7 +547,9 @@ def test_a_store_that_ignores_conditions_is_known_to_the_coordinator_and_each_te
     assert not resume.excludes
     with ThreadPoolExecutor(3) as pool:
         claims = [pool.submit(Terms(run, excludes=resume.excludes).open().claim, "a") for _ in range(3)]
-    assert len({claim.result().term for claim in claims}) == 3
+    terms = [claim.result().term for claim in claims if claim.result()]
+    assert terms
+    assert len(terms) == len(set(terms))
     keeper = CheckpointKeeper(run, resume, Writer(1, IDENTITY.digest), lambda message: None)
     assert not keeper.stored.storage.excludes
 
@@ -754,7 +756,8 @@ def test_records_come_back_from_the_store_alone_and_a_later_term_wins(object_sto
     monkeypatch.setattr(run_storage, "PIECE_BYTES", 40)
     run = RunConfig("mirrored", storage_path=f"s3://{object_store.new_bucket()}/runs")
     terms = Terms(run).open()
-    assert [terms.claim("a").term, terms.claim("b").term] == [1, 2]
+    before, own = terms.claim("a"), terms.claim("b")
+    assert [before.term, own.term] == [1, 2]
     first, second = run_storage.Mirror(run, 1), run_storage.Mirror(run, 2)
     run.folder.mkdir(parents=True)
     first.open()
@@ -778,6 +781,15 @@ def test_records_come_back_from_the_store_alone_and_a_later_term_wins(object_sto
     run_storage.fetch(run, fresh, keep_longer=True)
     assert (fresh / "journal.jsonl").read_bytes() == longer
     first.close(10.0)
+    watch, storage = TermWatch(run, own, terms), Storage(run.storage_uri)
+    watch.look()
+    storage.remove("terms/000002")  # by a lifecycle rule
+    with pytest.raises(TermLost, match=r"its claim terms/000002 .* was removed"):
+        watch.look()
+    storage.remove_folder("records")
+    storage.remove("journal.jsonl")
+    with pytest.raises(StorageFailed, match="neither this run's journal nor its term"):
+        TermWatch(run, own, terms).look()
 
 
 def test_the_manifests_of_a_run_come_from_its_records_in_the_store(object_store, tmp_path, monkeypatch):
