@@ -358,12 +358,17 @@ class World:
         self.joined_at = self.now
         if gpus is not None:
             self.gpus[name] = gpus
-        joined = NodeJoined("n", name, slots, gpus, *self._place_of(name))
         if delay_s:
-            connect = self._of_this_submission(lambda: name in self.nodes and self.tell(joined, reliable=True))
-            self.later(delay_s, connect)
+            self.later(delay_s, self._of_this_submission(lambda: self._connect(name)))
         else:
-            self.tell(joined, reliable=True)
+            self._connect(name)
+
+    def _connect(self, node: str) -> None:
+        """Its agent does, which says what the node has by now."""
+        if node in self.nodes:
+            self.joined_at = self.now
+            known = self.nodes[node], self.gpus.get(node), *self._place_of(node)
+            self.tell(NodeJoined("n", node, *known), reliable=True)
 
     def _place_of(self, node: str) -> tuple[tuple[str, ...], bool]:
         """The failure domains of a node, and whether it is reserved."""
