@@ -54,7 +54,8 @@ class NodeInfo:
     """One live node.
 
     `num_slots`: how many workers fit its resources. `num_gpus`: how many of them may be members at once, one for each
-    GPU; None for no limit. `leaves_at`: when a draining node is gone, in Unix seconds; 0 if nobody says.
+    GPU; None for no limit. `leaves_at`: when a draining node is gone, in Unix seconds; 0 if nobody says. Where the
+    clock of the host that gave notice differs from the coordinator's by up to `handover_s`, no step is lost.
     `domains` and `is_reserved`: as in `control.messages.NodeJoined`, from Ray's labels. `memory_bytes`: its host memory
     as Ray counts it, 0 if Ray does not. `port`: its raylet's, 0 where it is not known.
     """
