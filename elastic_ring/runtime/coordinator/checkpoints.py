@@ -39,7 +39,7 @@ from elastic_ring.state.checkpoints.manifest import COMMIT, FOLDER, Manifest, ag
 from elastic_ring.state.checkpoints.retention import UNFINISHED_AFTER_S, keep, prune
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS_FOLDER
 from elastic_ring.state.storage.backend import Retries
-from elastic_ring.state.storage.folder import Storage
+from elastic_ring.state.storage.folder import Storage, now_unix_s
 
 log = logging.getLogger(__name__)
 
@@ -394,7 +394,7 @@ class StoredCheckpoints:
         are gone, and of weights that nobody has gone on with for an hour."""
         attempt, num_aborted = self._writer.attempt, 0
         uploads = self.storage.uploads()
-        stale_s = self.storage.now_unix_s() - UNFINISHED_AFTER_S if uploads else 0.0
+        stale_s = now_unix_s(self.storage) - UNFINISHED_AFTER_S if uploads else 0.0
         for upload in uploads:
             if upload.path.startswith(f"{FOLDER}/"):
                 is_old = not attempt or f"/attempt-{attempt[:8]}-" not in upload.path

@@ -151,19 +151,9 @@ class Storage:
         with _failing(self, "cannot be removed", name):
             self._files.remove_folder(self.at(name))
 
-    def now_unix_s(self) -> float:
-        """The time by the clock that dates this storage's files, from a file written now: those of hosts differ."""
-        name = f"{PROBE}-{secrets.token_hex(4)}"
-        self.replace(name, b"now")
-        try:
-            with _failing(self, "cannot be looked up", name):
-                return _entry(self, name).modified_unix_s
-        finally:
-            self.remove(name)
-
     def remove_empty_folders(self, name: str, unchanged_s: float) -> None:
         """Remove the empty folders below `name` that were not changed for `unchanged_s`; object stores have none."""
-        before_unix_s = self.now_unix_s() - unchanged_s if unchanged_s else math.inf
+        before_unix_s = now_unix_s(self) - unchanged_s if unchanged_s else math.inf
         with _failing(self, "cannot be removed", name):
             self._files.remove_empty_folders(self.at(name), before_unix_s)
 
@@ -236,6 +226,17 @@ class Storage:
     def _stream(self, name: str, start: int = 0, num_bytes: int | None = None) -> Iterator[bytes]:
         size = _entry(self, name).num_bytes
         return self._files.read(self.at(name), start, size if num_bytes is None else min(size, start + num_bytes))
+
+
+def now_unix_s(storage: Storage) -> float:
+    """The time by the clock that dates a storage's files, from a file written now: clocks of hosts differ."""
+    name = f"{PROBE}-{secrets.token_hex(4)}"
+    storage.replace(name, b"now")
+    try:
+        with _failing(storage, "cannot be looked up", name):
+            return _entry(storage, name).modified_unix_s
+    finally:
+        storage.remove(name)
 
 
 def open_or_refuse(
