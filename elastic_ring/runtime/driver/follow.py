@@ -231,7 +231,7 @@ class CoordinatorLink:
         limit_s = self._run.timeouts.lease_s + self._run.checkpoint_config.fail_after_s
         if self._starting_since is not None and now - self._starting_since > limit_s:
             limit = f"{limit_s:.0f} s (timeouts.lease_s and checkpoint.fail_after_s)"
-            self._give_up(f"each coordinator of run {self._run.name} has ended in its start for {limit}", None)
+            self._give_up(f"no coordinator of run {self._run.name} has begun for {limit}", None)
 
     def raise_gone(self, error: BaseException) -> Never:
         """Raises CoordinatorLost for a coordinator that does not come back."""

@@ -22,7 +22,7 @@ from elastic_ring.errors import CheckpointDamaged, RunFailed, StorageFailed, Ter
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.json_files import json_bytes
-from elastic_ring.monitor.metrics import StepMetrics, read_metrics
+from elastic_ring.monitor.metrics import StepMetrics, read_metrics, write_json
 from elastic_ring.monitor.metrics_log import MetricsLog
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator import checkpoints
@@ -60,6 +60,9 @@ class Run:
     ) -> None:
         """`folder`: of a file system, or s3://BUCKET/FOLDER."""
         self.config = RunConfig("kept", run_dir=str(folder), checkpoint_config=config)
+        if not self.config.is_remote:  # a saver writes beside it only
+            self.config.folder.mkdir(parents=True, exist_ok=True)
+            (self.config.folder / "journal.jsonl").touch()
         self.told: Inbox = queue.Queue()
         writer = Writer(term, identity, **{"facts": {"settings": IDENTITY.entries}, **more})
         self.keeper = CheckpointKeeper(self.config, resume or Resume(), writer, self.told.put, ask)
@@ -648,6 +651,12 @@ def test_what_one_submission_knew_stands_though_the_next_is_cut_before_its_first
     (tmp_path / "journal.jsonl").write_text("?\n{}\n")
     assert (find().corpus, find().num_steps) == ((WHOLE,), 7), "what is right of the records before"
     assert f"line 1 of {tmp_path}/journal.jsonl is damaged" in find().damaged["journal.jsonl"]
+    journalled(tmp_path, EIGHT)
+    assert find().damaged == {}
+    for num_lines, damaged in ((3, []), (4, ["journal.jsonl"])):
+        write_json(tmp_path / "status.json", {"journal_lines": num_lines})
+        assert list(find().damaged) == damaged
+    assert "journal.jsonl ends after line 3, and 4 had been written" in find().damaged["journal.jsonl"]
 
 
 def test_a_run_without_a_checkpoint_begins_at_step_0_with_the_manifests_of_before(tmp_path):

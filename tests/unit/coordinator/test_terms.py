@@ -26,6 +26,7 @@ from elastic_ring.errors import CoordinatorLost, RunFailed, StaleMessage, Storag
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.runtime import run_storage
+from elastic_ring.runtime.coordinator.inbox import News
 from elastic_ring.runtime.coordinator.startup import begin_note, open_run
 from elastic_ring.runtime.driver.follow import CoordinatorLink, Follower
 from elastic_ring.runtime.terms import TermGuard, Terms, TermWatch
@@ -108,6 +109,14 @@ def test_a_submission_whose_first_coordinator_died_before_its_claim_is_not_lost_
     Terms(run).claim("later")
     with pytest.raises(TermLost, match="has claimed term 3"):
         CoordinatorLink(run, "127.0.0.1:1", "a").raise_gone(RuntimeError("it died"))
+
+
+def test_a_driver_gives_up_on_coordinators_of_which_none_begins(tmp_path):
+    link, starting, begun = CoordinatorLink(of(tmp_path), "127.0.0.1:1", "a"), News(phase="starting"), News(phase="x")
+    for news, now in ((starting, 1.0), (begun, 3600.0), (starting, 4000.0), (starting, 7660.0)):
+        link._refuse_starts({**news, "ended": None}, now)
+    with pytest.raises(CoordinatorLost, match=r"no coordinator of run .* has begun for 3660 s \(timeouts\.lease_s and"):
+        link._refuse_starts({**starting, "ended": None}, 7661.0)
 
 
 def test_a_coordinator_that_is_refused_once_it_has_claimed_voids_its_claim(tmp_path, monkeypatch):
