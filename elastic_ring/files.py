@@ -25,15 +25,21 @@ MAX_TOML_BYTES = 1 << 18
 MAX_NAME_BYTES = 1024
 _CONTROL = re.compile("(?!^)\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that a terminal obeys or cannot show. A progress bar may return to the start of its line; text may not."""
+_COLOUR = re.compile("\x1b\\[[0-9;]*m")
 
 _LONG_KEY = re.compile(
     r"""(?<![\w\\-])(?:(?:[\w-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*\.[ \t]*)"""
     rf"{{{MAX_JSON_DEPTH}}}"
 )
 """So many parts of a key of TOML, bare or in quotes, wherever a key may stand. Numbers in a row are none."""
-_USER = r"""[^/?#\s'"]*|[^/?#\s'"@:\[]*:(?!\d{1,5}[/?#])[^\s'"]*"""
-"""Name and password; a password as people type it may hold what ends a host, but a port is none."""
-_URL = re.compile(rf"""(\b[A-Za-z][A-Za-z0-9+.-]*)://(?:({_USER})@)?([^?#\s'"]*)([?#][^\s'"]*)?""")
+_USER = (
+    r"""[^/?#\s'"]*|[^/?#\s'"@:\[]*:(?!\d{1,5}[/?#])[^\s'"]*"""
+    r"""|[^/?#\s'"@:\[]*:(?!\d{1,5}\b)(?:(?!://)[^\n@]){0,100}?"""
+)
+"""Name and password; a password as people type it may hold what ends a host, spaces and quotes, but a port is none."""
+_URL = re.compile(
+    rf"""(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]{{0,29}})://(?:({_USER})@)?([^?#\s'"]*)([?#][^\s'"]*)?"""
+)
 _AZURE = ("abfs", "abfss", "az", "wasb", "wasbs")  # there the name before the @ is the container's
 _PATTERNS = ("file", "gs", "gcs", "local", "s3")  # there a question mark is part of a name or a pattern
 
@@ -84,7 +90,7 @@ def shown_url(text: str) -> str:
         scheme, rest, query = match[1], match[3], match[4] or ""
         if scheme in _AZURE and (container := (match[2] or "").partition(":")[0]):
             rest = f"{container}@{rest}"
-        is_name = scheme in _PATTERNS and not re.match(r"\?\w+=", query)
+        is_name = scheme in _PATTERNS and not re.match(r"\?[^/]*=", query)
         return f"{scheme}://{rest}{query if is_name else ''}"
 
     return _URL.sub(show, text)
@@ -211,8 +217,8 @@ def check_model_links(folder: Path) -> None:
 
 
 def printable(text: str) -> str:
-    """`text` for a terminal: what would control it is shown as `\\x1b`."""
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    """`text` for a terminal: without colours; what else would control it is shown as `\\x1b`."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), _COLOUR.sub("", text))
 
 
 def few(parts: Iterable[object], most: int, between: str = ", ") -> str:

@@ -1,4 +1,4 @@
-"""Fine-tune a Hugging Face decoder and export it; needs `pip install 'elastic-ring[huggingface]'`.
+"""Fine-tune a Hugging Face decoder and export it; needs `pip install '.[huggingface]'`.
 
 elastic-ring data prepare --source texts/ --tokenizer MODEL_FOLDER --out prepared/
 python examples/finetune_hf.py MODEL_FOLDER prepared/manifest.json OUT_FOLDER 100

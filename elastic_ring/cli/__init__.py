@@ -138,7 +138,7 @@ def _run(argv: Sequence[str] | None) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
             raise
-        install = f"pip install 'elastic-ring[{EXTRAS[package]}]'"
+        install = f"pip install '.[{EXTRAS[package]}]'"
         print(f"elastic-ring {command} needs {package}, which is not installed: {install}", file=sys.stderr)
         return 2
     return status

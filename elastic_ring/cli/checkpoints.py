@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ring.cli import refused
 from elastic_ring.errors import ElasticRingError
+from elastic_ring.files import few
 
 if TYPE_CHECKING:
     from elastic_ring.state.storage.folder import Storage
@@ -59,8 +60,8 @@ def parser() -> argparse.ArgumentParser:
                 "--format",
                 choices=("safetensors", "dcp"),
                 default="safetensors",
-                help="safetensors: parameters with an index, as Hugging Face reads them; dcp: parameters, "
-                "optimizer and counters for torch.distributed.checkpoint (safetensors)",
+                help="safetensors: parameters by name, with an index (elastic-ring export writes for transformers); "
+                "dcp: parameters, optimizer and counters for torch.distributed.checkpoint (safetensors)",
             )
             verb_parser.add_argument(
                 "--shard-mib", type=_positive, default=5120, metavar="N", help="MiB of a file (5120)"
@@ -141,7 +142,7 @@ def _verify(storage: Storage, options: argparse.Namespace) -> int:
 
 
 def _prune(storage: Storage, options: argparse.Namespace) -> int:
-    from elastic_ring.state.checkpoints import retention
+    from elastic_ring.state.checkpoints import checkpoint, retention
 
     removed = retention.prune(storage, options.keep_last, options.keep_every, read_bytes=True)
     num_rejected = retention.remove_set_aside(storage) if options.rejected else 0
@@ -150,6 +151,10 @@ def _prune(storage: Storage, options: argparse.Namespace) -> int:
     steps = f" (steps {', '.join(map(str, sorted(removed)))})" if removed else ""
     print(f"removed {len(removed)} checkpoint(s){steps}, {num_rejected} that had been set aside,")
     print(f"{len(left.files)} file(s) of none ({size(left.num_bytes)}), {len(left.uploads)} unfinished upload(s)")
+    if not removed:
+        kept = sorted(checkpoint.age_key(folder)[1] for folder in checkpoint.committed(storage))
+        why = "each lineage keeps its newest, and the best of keep_best and the newest whole one stay"
+        print(f"kept: steps {few(kept, 20) or 'none'}; {why}")
     return 0
 
 

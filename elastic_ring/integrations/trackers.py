@@ -259,7 +259,7 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"{name} is not installed: pip install 'elastic-ring[tracking]'") from error
+        raise ValueError(f"{name} is not installed: pip install '.[tracking]'") from error
 
 
 # ------------------------------------------------------------ callbacks that control a run

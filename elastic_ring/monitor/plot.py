@@ -42,7 +42,7 @@ def draw_run(run_folder: str | os.PathLike[str], recoveries: Sequence[Recovery],
         with StepTable.load(Path(run_folder) / METRICS_NAME) as table:
             draw_loss(table.sample(MAX_LINES), recoveries, path, resumes)
     except ModuleNotFoundError as error:
-        log.warning("no loss.png: %s is not installed; pip install 'elastic-ring[plot]'", error.name)
+        log.warning("no loss.png: %s is not installed; pip install '.[plot]'", error.name)
     return path
 
 

@@ -34,6 +34,11 @@ class Result:
     storage_uri: str = ""
     """The run's place in an object store; empty where that is `path`."""
 
+    def __repr__(self) -> str:
+        steps, losses = self.summary.get("steps"), self.summary.get("losses") or [None]
+        loss = losses[-1] and f"{float.fromhex(losses[-1]):.4g}"
+        return f"Result(steps={steps}, loss={loss}, path={str(self.storage_uri or self.path)!r}, summary={{...}})"
+
     @property
     def checkpoint(self) -> Checkpoint | None:
         """The run's last durable checkpoint, if it wrote one. The final weights are in `weights`."""

@@ -229,7 +229,7 @@ def report(trials: Sequence[TrialResult], out: Path, title: str, trained: Mappin
     try:
         draw(results, best, nats, out / "front.png")
     except ModuleNotFoundError as error:
-        log.warning("no front.png: %s is not installed; pip install 'elastic-ring[tune]'", error.name)
+        log.warning("no front.png: %s is not installed; pip install '.[tune]'", error.name)
     return text
 
 

@@ -30,6 +30,8 @@ from elastic_ring.attention.patterns.rules import Dense, Rule, Sinks, Strided, W
 from elastic_ring.attention.patterns.sparse import DEFAULT_BLOCK_TOKENS
 from elastic_ring.files import plain_json
 
+MAX_DIGITS, MAX_LAYER = 9, 10_000
+
 _UNIT = {"unit": 128}
 # Name -> its numbers in order with defaults (None: required), and the constructor.
 _FAMILIES: dict[str, tuple[dict[str, int | None], Callable[..., Rule]]] = {
@@ -157,6 +159,8 @@ def _parse_list(name: str, words: list[str]) -> tuple[Rule, ...]:
 def _number(text: str, name: str) -> int:
     if not re.fullmatch(r"\s*\d+\s*", text):
         raise ValueError(f"{name} takes whole numbers, not {text.strip()!r}")
+    if len(text.strip()) > MAX_DIGITS:
+        raise ValueError(f"{name} takes numbers of at most {MAX_DIGITS} digits, not {text.strip()[:30]}...")
     return int(text)
 
 
@@ -167,6 +171,8 @@ def _parse_layers(text: str) -> tuple[int, ...]:
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise ValueError(f"layers after @ are numbers and ranges such as 0,2-5, not {part!r}")
+        if len(match[2] or match[1]) > 5 or int(match[2] or match[1]) > MAX_LAYER:
+            raise ValueError(f"layers after @ are at most {MAX_LAYER:,}, not {part.strip()[:30]}")
         layers.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
     return tuple(layers)
 

@@ -268,8 +268,12 @@ class _SpanReader:
             tokens = "; tokens are trained on with --data shards:URI" if self.content.is_text else ""
             self._refuse(f"has no column {self._missing_columns(schema.names)}{tokens}")
         elif not self.content.is_text:
-            return list(schema.names)
+            columns += [name for name in ("system", "tools") if name in schema.names and name not in columns]
+            return columns
         for name in columns:
+            if schema.names.count(name) > 1:
+                self._refuse(f"has {schema.names.count(name)} columns {name!r}")
+                return []
             kind = schema.field(name).type
             kind = kind.value_type if pa.types.is_dictionary(kind) else kind
             if not any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)):

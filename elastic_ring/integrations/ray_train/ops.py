@@ -34,7 +34,7 @@ def check_installed() -> None:
     if importlib.util.find_spec("deepspeed") is None:
         raise ValueError(
             "deepspeed is not installed, and ZeRO-3 in Ray Train is DeepSpeed's: pip install setuptools wheel ninja, "
-            "then pip install --no-build-isolation 'elastic-ring[deepspeed]' (it is built against the installed torch)"
+            "then pip install --no-build-isolation '.[deepspeed]' (it is built against the installed torch)"
         )
 
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from elastic_ring.config import StepConfig
 from elastic_ring.data.tokenizer import FAST
-from elastic_ring.files import plain_json, read_small
+from elastic_ring.files import cut, plain_json, read_small
 from elastic_ring.integrations.transformers.module import TracedRing, class_of
 from elastic_ring.model.config import KNOWN_TYPES
 
@@ -27,6 +27,12 @@ ABSOLUTE = {
     "hunyuan_v1_moe": "norms queries and keys after their rotation",
 }
 """Model types that see a token's absolute position in any context."""
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 4096),
+    **dict.fromkeys(("hidden_size", "n_embd", "num_attention_heads", "n_head"), 2**20),
+    "vocab_size": 2**26,
+}
+"""Sizes that no decoder exceeds: building a model of a stranger's config must end."""
 NO_RESTART = "positions do not restart at packed documents"
 
 
@@ -50,7 +56,16 @@ def config_of(plain: Mapping[str, object]) -> Any:
         raise ValueError(
             f"model_type={kind!r}: this version of transformers does not know it; code from the folder is never run"
         )
-    return CONFIG_MAPPING[kind].from_dict(dict(plain))
+    for name, most in MOST.items():
+        value = plain.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise ValueError(f"{name}={cut(repr(value), 60)}: must be a whole number of 1 to {most:,}")
+    try:
+        return CONFIG_MAPPING[kind].from_dict(dict(plain))
+    except Exception as error:  # each config checks in its own way
+        raise ValueError(f"model_type={kind!r}: its config cannot be read ({cut(str(error), 300)})") from error
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -74,6 +89,8 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def check_config(config: Any) -> None:
     """Raises ValueError for a config that rings do not train."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     base, kind = class_of(config), f"model_type={config.model_type!r}"
     if not base._supports_attention_backend:
         raise ValueError(f"{kind} does not attend through transformers' AttentionInterface: choose a decoder that does")
@@ -94,6 +111,8 @@ def check_config(config: Any) -> None:
                 f"{kind} rope_type={part['rope_type']!r} depends on the largest position at hand, and a rank sees its "
                 "own slice only: choose default, linear, llama3 or yarn"
             )
+        if part.get("rope_type", "default") not in {"default", *ROPE_INIT_FUNCTIONS}:
+            raise ValueError(f"{kind} rope_type={part['rope_type']!r}: this version of transformers does not know it")
     unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ValueError(f"{kind} layer_types has {', '.join(sorted(unknown))}: rings have full and sliding attention")

@@ -90,7 +90,7 @@ def check_peft() -> None:
     try:
         import peft  # noqa: F401
     except ImportError as error:
-        raise ValueError("lora= needs peft: pip install 'elastic-ring[lora]', on every node") from error
+        raise ValueError("lora= needs peft: pip install '.[lora]', on every node") from error
 
 
 def check_lora(lora: Lora, model: Any, *, has_base: bool, has_experts: bool) -> None:

@@ -53,6 +53,7 @@ class JsonConnection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock, self.max_line_bytes = sock, max_line_bytes
         self._lock, self._buffer = threading.Lock(), bytearray()
+        self.why_closed = ""
 
     def send(self, message: FromAgent | ToAgent) -> bool:
         """False when the other end is gone."""
@@ -86,7 +87,7 @@ class JsonConnection:
             return [plain_json(bytes(line)) for line in lines if line]
         if len(self._buffer) <= self.max_line_bytes:
             return []
-        log.warning("closing a connection: a line is longer than %d bytes", self.max_line_bytes)
+        self.why_closed = f"a line is longer than {self.max_line_bytes} bytes"
         return None
 
     def close(self) -> None:
@@ -177,11 +178,12 @@ class AgentServer:
                         self._accept()
                     elif client.fileno() >= 0:  # else it made room for one accepted in this round
                         self._read(client)
-                except Exception:
+                except Exception as error:
                     # One bad client must not cut the coordinator off from all others.
-                    log.exception("a connection is dropped")
+                    if client is None or client.node:
+                        log.exception("a connection is dropped")
                     if client is not None:
-                        self._drop(client)
+                        self._drop(client, f"{type(error).__name__}")
             now = time.monotonic()
             for client in [client for client in self._unauthenticated if now >= client.key_due_at]:
                 self._drop(client, f"no key within {HELLO_S} s")
@@ -217,18 +219,23 @@ class AgentServer:
         for message in messages or ():
             if not client.node:
                 is_hello = isinstance(message, dict) and message.get("type") == Hello.__name__
-                if not is_hello or not hmac.compare_digest(str(message.get("key")).encode(), self.key.encode()):
+                if not is_hello or not self._is_key(message.get("key")):
                     messages, why = None, "wrong key"
                     break
-                client.node, client.max_line_bytes = str(message["node"]), MAX_LINE_BYTES
+                client.node, client.max_line_bytes = str(message.get("node")), MAX_LINE_BYTES
                 del self._unauthenticated[client]
                 self._clients[client.node] = client
             self._deliver(client.node, message_of(message))
         if messages is None:
-            self._drop(client, why)
+            self._drop(client, client.why_closed or why)
+
+    def _is_key(self, text: object) -> bool:
+        return hmac.compare_digest(str(text).encode(errors="surrogatepass"), self.key.encode())
 
     def _drop(self, client: _Client, why: str = "") -> None:
         """`why`: logged for a client without the key."""
+        if client.why_closed and client.node:
+            log.warning("closing the connection of node %s: %s", client.node, client.why_closed)
         if why and not client.node:
             now, self._num_rejected = time.monotonic(), self._num_rejected + 1
             if now >= self._rejected_at + REJECTIONS_S:  # a flood of this port must not fill the disk with lines

@@ -338,7 +338,7 @@ def drain(node: str | None, deadline_s: float) -> list[str]:
     """
     access.connect(namespace=NAMESPACE, logging_level="ERROR")
     try:
-        node = node or ray.get_runtime_context().get_node_id()
+        node = ray.get_runtime_context().get_node_id() if node is None else node
         # Ray accepts any id. It ends a drained node once nothing runs there that counts, and coordinators do not count.
         nodes = {listed["NodeID"]: listed for listed in ray.nodes()}
         if node not in nodes:
@@ -349,6 +349,8 @@ def drain(node: str | None, deadline_s: float) -> list[str]:
                 "of each run with it. End the runs with SIGTERM, which saves them, and submit them again on another "
                 "head; one started with --num-cpus=0 --num-gpus=0 has no workers to move"
             )
+        if not nodes[node]["Alive"]:
+            return []
         deadline = time.monotonic() + deadline_s
         give_notice(node, deadline_s)
         while (left := workers_on(node)) and time.monotonic() < deadline:

@@ -152,6 +152,11 @@ def shared_folder(path: Path) -> Path:
     about = path.lstat()
     if not stat.S_ISDIR(about.st_mode):
         raise NotADirectoryError(f"{path}: is no folder; somebody has put it there: remove it")
+    writes_alone = not about.st_mode & 0o022 or about.st_mode & stat.S_ISVTX
+    if about.st_uid not in (0, os.getuid()) and not writes_alone:
+        raise NotADirectoryError(
+            f"{path}: belongs to user {about.st_uid}, and everybody may remove files in it: remove it, or chmod +t it"
+        )
     if about.st_uid == os.getuid() and about.st_mode & 0o7777 != 0o1777:
         path.chmod(0o1777)  # mkdir's own mode is cut by the umask
     return path

@@ -1,4 +1,4 @@
-"""A checkpoint in the layouts of others: safetensors as Hugging Face reads them, and torch.distributed.checkpoint.
+"""A checkpoint in the layouts of others: safetensors by name, and torch.distributed.checkpoint.
 
 One tensor at a time is in memory. Every byte of the checkpoint is verified before anything is written.
 """

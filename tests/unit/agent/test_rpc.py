@@ -230,6 +230,7 @@ PIECES = st.one_of(
     st.recursive(
         st.none() | st.integers() | st.text(), lambda leaf: st.dictionaries(st.text(), leaf), max_leaves=5
     ).map(lambda found: json.dumps({"type": "Hello", "key": found, "node": found}).encode() + b"\n"),
+    st.sampled_from(["\ud800", "a\udfff"]).map(lambda key: json.dumps({"type": "Hello", "key": key}).encode() + b"\n"),
 )
 
 

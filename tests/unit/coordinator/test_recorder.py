@@ -136,6 +136,7 @@ def test_after_going_back_every_reader_has_the_branch_that_counts(recorder, tmp_
     assert (page["loss"], page["validation"]) == ([*enumerate(branch)], {"val_loss": validations})
     assert "loss 3.5000 (step 4)" in render_status(tmp_path)
     assert Result(summary, tmp_path).metrics["loss"] == 3.5
+    assert "loss=3.5" in repr(Result({"steps": 9, "losses": [(3.5).hex()] * 9}, tmp_path))
     with StepTable.load(recorder.metrics.path, uses_index=False) as table:
         assert (table.rows.values("loss"), table.newest_validation()) == (branch, {"val_loss": 14.5})
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
@@ -231,6 +232,14 @@ def test_a_table_without_the_column_or_with_numbers_in_it_is_named(tmp_path: Pat
         prepared(tmp_path / "out", path, text_column="body")
     with pytest.raises(ValueError, match="column 'id' is of type int64 and not text"):
         prepared(tmp_path / "other", path, text_column="id")
+    table = pa.table([["a"], ["b"]], names=["text", "text"])
+    if kind == "parquet":
+        pq.write_table(table, tmp_path / "two.parquet")
+    else:
+        with pa.OSFile(str(tmp_path / "two.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(ValueError, match=r"has 2 columns 'text'"):
+        prepared(tmp_path / "two", tmp_path / f"two.{kind}")
 
 
 def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ def test_prune_keeps_the_newest_and_those_asked_for(storage, capsys):
     assert main(["prune", storage.uri, "--keep-last", "2", "--keep-every", "20"]) == 0
     assert [int(folder[17:25]) for folder in checkpoint.committed(storage)] == [35, 30, 20]
     assert "removed 2 checkpoint(s) (steps 10, 25)" in capsys.readouterr().out
+    assert main(["prune", storage.uri, "--keep-last", "2", "--keep-every", "20"]) == 0
+    assert "kept: steps 20, 30, 35; each lineage keeps its newest" in capsys.readouterr().out
 
 
 def test_prune_keeps_the_newest_that_verifies(storage):

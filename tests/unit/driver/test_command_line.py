@@ -513,11 +513,11 @@ def test_optional_packages_that_are_missing_are_named_with_the_extra_that_has_th
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert cli.main(["tune", "--out", str(tmp_path / "search")]) == 2
-    assert "which is not installed: pip install 'elastic-ring[tune]'" in capsys.readouterr().err
+    assert "which is not installed: pip install '.[tune]'" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     (tmp_path / "metrics.jsonl").write_text("")
     draw_run(tmp_path, [])
-    assert "pip install 'elastic-ring[plot]'" in caplog.text
+    assert "pip install '.[plot]'" in caplog.text
 
 
 def test_a_model_folder_is_planned_and_built_with_its_own_sizes(tmp_path, capsys):
@@ -590,8 +590,8 @@ def test_control_characters_of_a_file_are_shown_and_not_obeyed(tmp_path, capsys)
     """A run's record may be a stranger's, and a terminal obeys more than colours: titles, clipboards, answers."""
     (tmp_path / "status.json").write_bytes(json_bytes({"run": "a\x1b]0;owned\x07\x1b[2J", "phase": "x\ry\u202e"}))
     assert cli.main(["status", str(tmp_path)]) == 0
-    assert cli.main(["status", str(tmp_path / "\x1b[8m")]) == 2
+    assert cli.main(["status", str(tmp_path / "\x1b[8A")]) == 2
     out, err = capsys.readouterr()
     assert "run a\\x1b]0;owned\\x07\\x1b[2J: x\\ry\\u202e" in out
-    assert "\\x1b[8m" in err
+    assert "\\x1b[8A" in err
     assert not {"\x1b", "\x07", "\r", "\u202e"} & {*out, *err}

@@ -115,6 +115,18 @@ def test_files_are_for_all_users_whatever_the_umask(tmp_path):
     assert failure_record_path(folder, A.name).stat().st_mode & 0o7777 == 0o644, "read by all, written by one"
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_a_folder_in_which_others_may_remove_files_is_refused(tmp_path):
+    folder = tmp_path / "gpus"
+    folder.mkdir()
+    os.chown(folder, 65534, 65534)
+    folder.chmod(0o777)
+    with pytest.raises(NotADirectoryError, match="belongs to user 65534, and everybody may remove files in it"):
+        shared_folder(folder)
+    folder.chmod(0o1777)
+    assert shared_folder(folder) == folder
+
+
 AS_NOBODY = """
 import os, sys
 from pathlib import Path

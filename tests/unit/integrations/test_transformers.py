@@ -296,6 +296,21 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "images": (lambda: T.Gemma3Config(), "has more than a decoder of text"),
     "an encoder and a decoder": (lambda: T.T5Config(), "no causal language model|AttentionInterface"),
     "quantised": (lambda: T.LlamaConfig(**SMALL, quantization_config={"quant_method": "fp8"}), "is quantised"),
+    "too many layers": (
+        lambda: {"model_type": "llama", "num_hidden_layers": 10**8},
+        "num_hidden_layers=100000000: must",
+    ),
+    "no heads": (lambda: {"model_type": "llama", "num_attention_heads": 0}, "num_attention_heads=0: must be a whole"),
+    "words for sizes": (lambda: {"model_type": "llama", "num_hidden_layers": "x"}, "num_hidden_layers='x': must be a"),
+    "a vocabulary": (lambda: {"model_type": "llama", "vocab_size": 10**15}, "vocab_size=1000000000000000: must be"),
+    "code for a type": (
+        lambda: {"model_type": "llama", "torch_dtype": "__import__('os')"},
+        "'llama': its config cannot be read",
+    ),
+    "a rotation of its own": (
+        lambda: {"model_type": "llama", "rope_scaling": {"rope_type": "zzz", "factor": 2.0}},
+        "rope_type='zzz'|its config cannot be read",
+    ),
     "unknown": (lambda: {"model_type": "of_tomorrow"}, "model_type='of_tomorrow': this version of transformers"),
 }
 

@@ -84,6 +84,8 @@ REFUSED = {
     "window:x": "window takes whole numbers, not 'x'",
     "window:5,6,7": "window takes tokens, ahead; '7' is none of these",
     "window:5,tokens=6": "window has tokens twice; leave one out",
+    "window:99999999999999999999999": "window takes numbers of at most 9 digits, not 99999999999999999999999...",
+    "dense@0-99999999999": "layers after @ are at most 10,000, not 0-99999999999",
     "window:0": "tokens=0: must be at least 1",
     "runs/window": "is no family, and no such file is there; choose",
     "tests": "'tests' is a folder: name a file in it",

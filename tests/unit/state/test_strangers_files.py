@@ -500,6 +500,7 @@ def test_nothing_that_is_shown_moves_the_cursor(text):
     assert not any((sign < " " and sign not in "\n\t\r") or "\x7f" <= sign <= "\x9f" for sign in shown)
     assert "\r" not in shown.replace("\r\n", "")
     shown.encode()
+    assert printable("\x1b[1m\x1b[32mfine\x1b[0m") == "fine"
 
 
 LONG_KEYS = [
