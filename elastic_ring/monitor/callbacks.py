@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -232,7 +233,7 @@ class RunEvents:
     callbacks.json."""
 
     def __init__(self, folder: Path, place: dict[str, int]) -> None:
-        self._metrics, self._journal = _NewLines(folder / METRICS_NAME), _NewLines(folder / JOURNAL_NAME)
+        self._folder, self._read = folder, {METRICS_NAME: Place(), JOURNAL_NAME: Place()}
         self._place, self._is_begun = place, False
         self.standing = -1
         """The newest step that counts."""
@@ -244,13 +245,20 @@ class RunEvents:
     def news(self) -> list[Event]:
         """The events since the last call. A step comes before its validation; a step number comes once, and again where
         the run has gone back and has another result for it, after a BACK."""
-        facts = [*self._journal.read()]  # first: a recovery's step is then among the lines
-        events = [event for line in self._metrics.read() for event in self._take(line)]
+        facts = [*self._new_lines(JOURNAL_NAME)]  # first: a recovery's step is then among the lines
+        events = [event for line in self._new_lines(METRICS_NAME) for event in self._take(line)]
         for kind, fact in ((line.record.get("note"), line.record) for line in facts):
             if kind in self._counts and kind in fact:
                 events.append(Event(kind, self._counts[kind], fact[kind]))
                 self._counts[kind] += 1
         return events
+
+    def _new_lines(self, name: str) -> Iterator[StoredLine]:
+        """The complete lines that others have appended to the file."""
+        with suppress(FileNotFoundError), opened(self._folder / name) as file:
+            for line in Lines(file, name, [], self._read[name]):  # damage is reported where the file is opened again
+                self._read[name] = line.after
+                yield line
 
     def _begin(self, first_crc: int) -> None:
         """Of a file that is not the one of the place only the numbers of steps are known."""
@@ -298,24 +306,6 @@ class RunEvents:
         self._last_known = min(self._last_known, step - 1)
         self._validations = {before: values for before, values in self._validations.items() if before < step}
         return Event(BACK, at, (step, dict(self._validations)), at)
-
-
-class _NewLines:
-    """The complete lines that others append to a JSON lines file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._after = path, Place()
-
-    def read(self) -> Iterator[StoredLine]:
-        """The lines since the last call."""
-        try:
-            file = opened(self._path)
-        except FileNotFoundError:
-            return
-        with file:
-            for line in Lines(file, self._path, [], self._after):  # damage is reported where the file is opened again
-                self._after = line.after
-                yield line
 
 
 @dataclass

@@ -14,7 +14,7 @@ import secrets
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,12 +121,16 @@ class RowFile:
             if places.size:
                 yield places + at, rows[places]
 
-    def newest(self, column: str = "state") -> int:
-        """The newest step that counts and has `column`; -1 for none."""
-        for first, rows in self.backwards(self.num):
-            if (places := np.flatnonzero((rows["state"] == STANDING) & (rows[column] == STANDING))).size:
+    def last(self, stop: int, has: Callable[[Rows], NDArray[np.bool_]]) -> int:
+        """The last step before `stop` whose row has it; -1 for none."""
+        for first, rows in self.backwards(stop):
+            if (places := np.flatnonzero(has(rows))).size:
                 return first + int(places[-1])
         return -1
+
+    def newest(self, column: str = "state") -> int:
+        """The newest step that counts and has `column`; -1 for none."""
+        return self.last(self.num, lambda rows: (rows["state"] == STANDING) & (rows[column] == STANDING))
 
     def values(self, column: str) -> list[float]:
         """Of the steps that count, in order."""
@@ -299,15 +303,9 @@ class StepTable:
             self.rows.put(first, rows)
         if isinstance(build, list) and len(build) == 2 and all(type(n) is int and 0 <= n < 1 << 32 for n in build):
             self.went_back = max(self.went_back, (build[0], build[1]))
-        self.last_step = self.last_validated = -1
-        for first, rows in self.rows.backwards(step + 1):
-            if self.last_validated < 0 and (places := np.flatnonzero(rows["validated"] == STANDING)).size:
-                self.last_validated = first + int(places[-1])
-            if self.last_step < 0 and (places := np.flatnonzero((rows["state"] == STANDING) | rows["begins"])).size:
-                at = int(places[-1])
-                self.last_step = first + at - int(rows[at]["state"] != STANDING)
-            if self.last_step >= 0 and self.last_validated >= 0:
-                return
+        self.last_validated = self.rows.last(step + 1, lambda rows: rows["validated"] == STANDING)
+        last = self.rows.last(step + 1, lambda rows: (rows["state"] == STANDING) | rows["begins"])
+        self.last_step = last - int(last >= 0 and self.rows.get(last, last + 1)[0]["state"] != STANDING)
 
     # ------------------------------------------------------------ lines
 

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -144,11 +144,15 @@ class Heard(Callback):
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.validations.append((step, metrics["val_loss"]))
 
+    def on_back(self, step: int, validations: Mapping[int, Mapping[str, float]]) -> None:
+        self.losses = [told for told in self.losses if told[0] < step]
+        self.validations = [told for told in self.validations if told[0] < step]
+
     def on_recovery(self, recovery: Mapping[str, Any]) -> None:
         self.causes.append(recovery["cause"])
 
     def check(self, summary: Mapping[str, Any]) -> None:
-        """Every step and every recovery of the finished run was told, each once and in order."""
+        """Every step that counts and every recovery of the finished run was told, each once and in order."""
         assert self.losses == list(enumerate(summary["losses"]))
         assert self.causes == [recovery["cause"] for recovery in summary["recoveries"]]
 
@@ -183,6 +187,21 @@ def notes(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 def events(folder: Path) -> list[dict[str, Any]]:
     return [line["event"] for line in read(folder / JOURNAL_NAME) if "event" in line]
+
+
+def placements(folder: Path) -> list[list[str]]:
+    """The node of each rank, build by build, as the run has recorded them."""
+    builds: dict[int, list[str]] = {}
+    for line in read(folder / JOURNAL_NAME):
+        for command in line.get("commands", ()):
+            if command["type"] == "Build":
+                builds[command["generation"]] = command["nodes"]
+    return list(builds.values())
+
+
+def are_apart(nodes: Sequence[str], cp: int = 2) -> bool:
+    """Whether no two holders of a shard share a node."""
+    return all(len(set(nodes[cp_rank::cp])) == len(nodes[cp_rank::cp]) for cp_rank in range(cp))
 
 
 def bits(summary: Mapping[str, Any]) -> dict[str, Any]:

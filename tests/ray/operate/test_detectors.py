@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from elastic_ring.config import CheckpointConfig
 from elastic_ring.control.decisions.loss_spikes import Action
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, Sample
 from elastic_ring.data.sampling.order import sample_ids
+from elastic_ring.data.sampling.validation import ValidationSet
 from elastic_ring.errors import LossSpike
+from elastic_ring.integrations.trackers import EarlyStopping, TensorBoard
 from elastic_ring.monitor.metrics import read_metrics
+from elastic_ring.monitor.page import page_data
 from elastic_ring.runtime.driver.cluster import left_behind
-from tests.ray.conftest import bits, finished, notes, tiny_trainer
+from tests.ray.conftest import Heard, bits, finished, notes, tiny_trainer
 
 STEPS, POISONED, BATCH, NUM_SEQUENCES = 90, 80, 4, 2000
 OF_POISONED = frozenset(sample_ids(0, POISONED, BATCH, NUM_SEQUENCES))
@@ -76,12 +80,38 @@ def test_a_poisoned_batch_may_end_the_run_and_is_named(local_ray, tmp_path):
     assert left_behind("stopped") == []
 
 
+@dataclass(frozen=True)
+class Views:
+    """The callbacks of a run whose validations take place beside its training data, and what they make of it."""
+
+    heard: Heard = field(default_factory=Heard)
+    stopping: EarlyStopping = field(default_factory=lambda: EarlyStopping(patience=100))
+    board: TensorBoard = field(default_factory=TensorBoard)
+
+    def settings(self) -> dict[str, Any]:
+        callbacks = self.heard, self.stopping, self.board
+        validation = {"own": ValidationSet(CountingText(), num_sequences=4)}
+        return {"callbacks": callbacks, "validation": validation, "val_every_steps": 5}
+
+    def compare(self, folder: Path) -> dict[str, Any]:
+        reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        shown = reader.EventAccumulator(str(folder / "tensorboard")).Reload()
+        return {
+            "told": (self.heard.losses, self.heard.validations),
+            "state": self.stopping.state,
+            "board": [[(p.step, p.value) for p in shown.Scalars(name)] for name in ("train/loss", "val/loss")],
+            "lines": [(line["loss_hex"], line.get("val_loss")) for line in read_metrics(folder)],
+            "page": [page_data(folder)[name] for name in ("loss", "validation", "lr", "grad_norm")],
+        }
+
+
 @pytest.mark.slow
 def test_a_run_goes_back_to_before_a_poisoned_batch_and_a_run_that_leaves_the_same_out_has_its_bits(
     local_ray, tmp_path
 ):
-    stored = {"checkpoint_config": CheckpointConfig(every_steps=20)}
-    summary, folder = train_on_noise(tmp_path, "back", ("back",), stored)
+    """And every reader of its records sees what it sees of the other run."""
+    stored, views, calm = {"checkpoint_config": CheckpointConfig(every_steps=20)}, Views(), Views()
+    summary, folder = train_on_noise(tmp_path, "back", ("back",), stored, **views.settings())
     [spike] = notes(folder, "spike")
     assert (spike["step"], spike["verdict"]) == (POISONED, "back")
     [left_out] = notes(folder, "left out")
@@ -94,8 +124,13 @@ def test_a_run_goes_back_to_before_a_poisoned_batch_and_a_run_that_leaves_the_sa
     assert len(losses) == STEPS
     assert max(losses[60:]) < 1.0, "none of them has noise"
     # The same batches from the beginning, in a run that never saw the noise.
-    again, _ = train_on_noise(tmp_path, "back-again", ("stop",), {"skip_batches": ("60+21",)})
+    skips = {**stored, "skip_batches": ("60+21",)}
+    again, other = train_on_noise(tmp_path, "back-again", ("stop",), skips, **calm.settings())
     assert bits(again) == bits(summary)
+    assert again["validation"] == summary["validation"]
+    undone = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len([line for line in undone if "val_loss" in line and "loss_hex" not in line]) == 22, "4 come twice"
+    assert views.compare(folder) == calm.compare(other)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 
@@ -9,6 +10,8 @@ import pytest
 
 from elastic_ring.control import spreading
 from elastic_ring.control.messages import (
+    Build,
+    Command,
     KillWorker,
     NodeDraining,
     NodeJoined,
@@ -21,7 +24,7 @@ from elastic_ring.control.messages import (
     WorkerLost,
 )
 from elastic_ring.control.spreading import MIN_INTERVAL_S
-from elastic_ring.control.state import members, node_of, spares
+from elastic_ring.control.state import members, membership_of, node_of, spares
 from tests.sim.bench import Bench, build_in, only
 from tests.sim.invariants import InvariantBroken
 from tests.sim.simulator.faults import Schedule, random_schedule
@@ -156,6 +159,55 @@ def test_the_moves_of_a_scaled_down_run_are_dropped() -> None:
     assert not run.state.movers
     killed = {kill.worker for kill in only(KillWorker, sent)}
     assert killed == {name for name, node in node_of(run.state).items() if node == "b"} - set(spares(run.state))
+
+
+EIGHT = "abcdefgh"
+
+
+def _nodes_of(run: Bench) -> list[str]:
+    """By rank."""
+    on = node_of(run.state)
+    return [on[worker] for worker in members(run.state)]
+
+
+def _are_apart(run: Bench) -> bool:
+    membership = membership_of(run.state)
+    assert membership is not None
+    mesh, nodes = membership.mesh, _nodes_of(run)
+    return all(len({nodes[rank] for rank in mesh.replicas(cp_rank)}) == mesh.dp for cp_rank in range(mesh.cp))
+
+
+def _settle(run: Bench, said: tuple[Command, ...] = ()) -> None:
+    """Time passes: newcomers become warm, boundaries are reached, builds are made, who is released ends."""
+    for _ in range(60):
+        if only(Build, said):
+            said += run.resume_all()
+        for release in only(Release, said):
+            run.handle(WorkerLost("a", release.worker, "exited"))
+        said = run.wait(run.options.run.grow_delay_s) + run.all_ready()
+        membership = membership_of(run.state)
+        if membership is not None and {stop.mode for stop in only(Stop, said)} == {"boundary"}:
+            said += run.report_all(membership.step + 1, "boundary")
+
+
+@pytest.mark.parametrize("arrival", ["all at once", "room for more rings", "one after the other"])
+def test_on_eight_nodes_holders_are_apart_and_the_node_of_rank_0_may_be_lost(arrival: str) -> None:
+    if arrival == "all at once":
+        run = Bench(dict.fromkeys(EIGHT, 4), dp=4, spares=2).form()
+    else:
+        grows = {"dp": 2, "max_dp": 4} if arrival == "room for more rings" else {"dp": 4, "min_dp": 4}
+        run = Bench({"a": 10}, spares=2, **grows).form()
+        for node in EIGHT[1:]:
+            run.handle(NodeJoined("n", node, 4), 3.0)
+    _settle(run)
+    mesh, lost, membership = run.change.mesh, _nodes_of(run)[0], membership_of(run.state)
+    assert (run.phase, mesh.dp, _are_apart(run)) == ("running", 4, True), _nodes_of(run)
+    assert membership is not None
+    run.handle(NodeLost("n", lost))
+    _settle(run, run.report_all(membership.step + 3))
+    assert (run.phase, run.change.mesh, _are_apart(run), lost in _nodes_of(run)) == ("running", mesh, True, False)
+    commands = [command for line in run.journal for command in json.loads(line).get("commands", ())]
+    assert all(command.get("restore") is None for command in commands), "the other holders had it"
 
 
 def _hosts_come_and_go(seed: int) -> Schedule:
