@@ -525,16 +525,14 @@ class MetricsLog:
         self.newest = NewestMetrics.of(self.table, self.newest.num_skipped - num_skipped)
         return num_undone
 
-    def begin_at(self, step: int) -> None:
-        """A build begins at `step`: missing steps before it will not come any more, and are reported once."""
-        if step > self.last_step + 1:
-            log.error(
-                "%s has no lines for steps %d to %d: they were lost with their writer, or it began elsewhere",
-                self.path,
-                self.last_step + 1,
-                step - 1,
-            )
-            self._append({"step": step, "note": BEGINS})
+    def begin_at(self, step: int) -> str:
+        """A build begins at `step`: missing steps before it will not come any more. Returns, once, which; else ""."""
+        first = self.last_step + 1
+        if step <= first:
+            return ""
+        self._append({"step": step, "note": BEGINS})
+        missing = f"{self.path} has no lines for steps {first} to {step - 1}"
+        return f"{missing}: they were lost with their writer, or it began elsewhere"
 
     def sync(self) -> None:
         """All lines are on disk when this returns."""

@@ -62,7 +62,8 @@ class Records:
         now, generation, step = time.monotonic(), 1 + len(self._of("attempt")), attempt["step"]
         self._goodput.undone(self._metrics.table.rows.total("step_s", step))
         undone = self._metrics.go_back(step, (TERM, generation)) if generation > 1 else 0
-        self._metrics.begin_at(step)
+        if gap := self._metrics.begin_at(step):
+            log.error("%s", gap)
         if self._begun:  # else the run is submitted again, which is no recovery
             noticed_s, cause = self._noticed or (now, "Ray Train changed the number of workers")
             last_s = self._last_s if self._last_s is not None else noticed_s

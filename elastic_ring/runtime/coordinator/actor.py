@@ -590,8 +590,8 @@ class Decider:
         if decision.commands:
             self.storage.watch.check()
         build = self.recorder.begin_build(decision.commands)
-        if build is not None:
-            self.recorder.metrics.begin_at(build.step)
+        if build is not None and (gap := self.recorder.metrics.begin_at(build.step)):
+            self.recorder.recoveries.say(gap)
         if build is not None and build.goes_back:
             self.storage.checkpoints.gone_back(build.step, (build.term, build.generation))
         for command in decision.commands:

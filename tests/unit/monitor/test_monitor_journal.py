@@ -361,6 +361,7 @@ def test_its_writer_sees_that_it_was_cut_and_the_next_line_shows_it_to_every_rea
 
 def test_a_journal_that_is_away_with_its_folder_is_not_cut(tmp_path: Path) -> None:
     path = tmp_path / "run" / "journal.jsonl"
+    path.parent.mkdir()
     with Journal(path) as journal:
         journal.append({"n": 1})
         path.parent.rename(tmp_path / "elsewhere")
