@@ -12,6 +12,7 @@ from pathlib import Path
 
 from elastic_ring import errors
 from elastic_ring.cli import COMMANDS
+from elastic_ring.cli.endings import ENDINGS
 from elastic_ring.config import Timeouts
 from elastic_ring.runtime.driver.submission_rules import RULES
 from elastic_ring.validation import docstrings
@@ -30,6 +31,13 @@ def tables() -> dict[tuple[str, str], str]:
         ),
         ("quickstart.md", "the run"): table(
             "the run | the submission", *(" ".join((rule.__doc__ or "").split()) for rule in RULES)
+        ),
+        ("operating/mend.md", "how it ends"): table(
+            "how it ends | status | last line begins | then",
+            *(
+                f"{end.how} | {end.status} | {f'`{end.begins.strip()}`' if end.begins else ''} | {end.then}"
+                for end in ENDINGS
+            ),
         ),
         ("operating/mend.md", "error"): table(
             "error | meaning, and what to do",

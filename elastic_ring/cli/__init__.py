@@ -99,19 +99,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def refused(command: str, error: BaseException, stopped: str = "stopped") -> int:
-    """Print why a command ends, and return its exit status: 2 for a mistake of the user, 3 for a run that is
-    another submission's, 130 after Ctrl-C (`stopped` says what that left), else 1."""
+    """Print why a command ends, and return its exit status. `stopped`: what Ctrl-C left, where the error does not say
+    it."""
+    from elastic_ring.cli.endings import status_of
+
     match error:
-        case TermLost():
-            message, status = f"{error}", 3
-        case ValueError():
-            message, status = f"{error}", 2
+        case TermLost() | ValueError():
+            message = f"{error}"
         case KeyboardInterrupt():
-            message, status = str(error) or stopped, 130
+            message = str(error) or stopped
         case _:
-            message, status = f"{type(error).__name__}: {error}", 1
+            message = f"{type(error).__name__}: {error}"
     print(f"{command}: {message}", file=sys.stderr)
-    return status
+    return status_of(error)
 
 
 def _run(argv: Sequence[str] | None) -> int:

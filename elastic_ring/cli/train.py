@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from elastic_ring.cli import refused
 from elastic_ring.cli.data_settings import data_flag, data_source, prepared_data, validation_sets
+from elastic_ring.cli.endings import COMPLETE
 from elastic_ring.cli.schedule import with_rates
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
 from elastic_ring.config import check_copies, check_lasting, check_loss_spikes, check_together
@@ -301,14 +302,14 @@ def _pattern(text: str | None, model: ModelConfig, step: StepConfig) -> LayerPat
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from elastic_ring.runtime.driver.stops import heeding
+    from elastic_ring.runtime.driver.stops import EARLY, heeding
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         with heeding():
             return _plan_or_train(parse(sys.argv[1:] if argv is None else argv))
     except (ValueError, ElasticRingError, KeyboardInterrupt) as error:
-        return refused("elastic-ring train", error, "stopped before training began")
+        return refused("elastic-ring train", error, EARLY)
 
 
 def _plan_or_train(settings: TrainSettings) -> int:
@@ -414,7 +415,7 @@ def _train(settings: TrainSettings, trainer: ElasticRingTrainer) -> int:
         f"{'recovery' if len(summary['recoveries']) == 1 else 'recoveries'}, "
         f"{kept}{changed}\n"
         f"{goodput_line(cast(SummaryFile, summary))}\n"
-        f"weights {summary['weights_sha256'][:16]}, samples {samples}; all of it in "
+        f"{COMPLETE.begins}{summary['weights_sha256'][:16]}, samples {samples}; all of it in "
         f"{settings.run.storage_uri}"
     )
     with StepTable.load(result.path / METRICS_NAME) as table:

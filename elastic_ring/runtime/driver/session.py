@@ -19,13 +19,13 @@ from elastic_ring.config import RunConfig
 from elastic_ring.monitor.callbacks import STOPPED_BY_USER
 from elastic_ring.runtime.driver import attach
 from elastic_ring.runtime.driver.access import is_listening
-from elastic_ring.runtime.driver.stops import StopSignal, heeding
+from elastic_ring.runtime.driver.stops import AT_ONCE, HEAD_IS_GONE, SAVED, STOPPED, UNSAVED, StopSignal, heeding
 
 log = logging.getLogger(__name__)
 
 ASK_S = 2.0
 LOOK_S = 0.25
-HEAD_IS_GONE = "stopped; the head of the Ray cluster is gone, and nothing can clear the run"
+NOBODY_CLEARS = f"{HEAD_IS_GONE}, and nothing can clear the run"
 GOES_ON = (
     "the coordinator goes on clearing the run by itself, and what runs in a Ray that this command started ends with it"
 )
@@ -67,7 +67,7 @@ def interruptible(run: RunConfig, attempt: str) -> Iterator[list[Any]]:
             except KeyboardInterrupt:  # once more: this process waits for nothing any longer
                 for coordinator in followed if saves and ray.is_initialized() else ():
                     coordinator.abandon.remote(STOPPED_BY_USER)
-                message = f"stopped at once; {GOES_ON}"
+                message = f"{AT_ONCE}; {GOES_ON}"
             raise KeyboardInterrupt(message) from None
 
 
@@ -89,14 +89,14 @@ def _stopped(run: RunConfig, attempt: str, followed: list[Any], *, saves: bool) 
             clearing.set_exception(error)
 
     if head_is_gone():
-        return HEAD_IS_GONE
+        return NOBODY_CLEARS
     thread = threading.Thread(target=clear, name="clear", daemon=True)
     thread.start()
     while not wait([clearing], timeout=LOOK_S).done:
         if head_is_gone():
             head_gone.set()
             thread.join(ASK_S)
-            return HEAD_IS_GONE
+            return NOBODY_CLEARS
     return clearing.result()
 
 
@@ -107,7 +107,7 @@ def _cleared(run: RunConfig, attempt: str, followed: list[Any], head_gone: threa
     if coordinator is None:
         return "stopped; the run has no coordinator, so nothing is left to clear"
     if not ray.is_initialized():  # left meanwhile: a call would start another one
-        return HEAD_IS_GONE
+        return NOBODY_CLEARS
     if not (followed or attach.attempt_of(coordinator, run) == attempt):
         return f"stopped; the run {run.name} is another submission's, and goes on"
     (coordinator.stop if saves else coordinator.abandon).remote(STOPPED_BY_USER)
@@ -153,7 +153,7 @@ def _await_clear(coordinator: Any, run: RunConfig, head_gone: threading.Event, s
     if not attach.remove(coordinator, run):
         ended["left_behind"] = [*ended["left_behind"], "its coordinator, which was killed"]
     leftovers = f"left behind: {', '.join(ended['left_behind'])}" if ended["left_behind"] else "nothing is left running"
-    checkpoint = f", without a new checkpoint (timeouts.stop_save_s={save_s:g})" if save_s else ""
+    stopped = f"{UNSAVED} (timeouts.stop_save_s={save_s:g})" if save_s else STOPPED
     if "saved_step" in ended:
-        checkpoint = f", with a checkpoint of step {ended['saved_step']}"
-    return f"stopped{checkpoint}; {leftovers}"
+        stopped = f"{SAVED} {ended['saved_step']}"
+    return f"{stopped}; {leftovers}"

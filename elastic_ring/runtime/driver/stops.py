@@ -8,6 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+STOPPED = "stopped"
+SAVED = f"{STOPPED}, with a checkpoint of step"
+UNSAVED = f"{STOPPED}, without a new checkpoint"
+AT_ONCE = f"{STOPPED} at once"
+EARLY = f"{STOPPED} before training began"
+HEAD_IS_GONE = f"{STOPPED}; the head of the Ray cluster is gone"
+"""How the last line of a command that is stopped begins."""
+
 
 class StopSignal(KeyboardInterrupt):
     """A signal that leaves a run the time for a checkpoint; Ctrl-C leaves none."""

@@ -18,16 +18,18 @@ import pytest
 
 from elastic_ring import trainer
 from elastic_ring.cli import train
+from elastic_ring.cli.endings import ENDINGS
 from elastic_ring.cli.forecasts import seen
 from elastic_ring.cli.settings import parse
 from elastic_ring.config import RunConfig
+from elastic_ring.control.decisions.terms import TermClaim, refuse_if_replaced
 from elastic_ring.data.source import StdlibText
-from elastic_ring.errors import ShardLost, StorageFailed
+from elastic_ring.errors import CoordinatorLost, ShardLost, StorageFailed, TermLost
 from elastic_ring.monitor import metrics
 from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME
 from elastic_ring.runtime import run_storage
-from elastic_ring.runtime.driver import ray_session, submission
+from elastic_ring.runtime.driver import ray_session, session, submission
 from elastic_ring.runtime.driver.submission import Submission
 from elastic_ring.runtime.driver.submission_rules import Coordinator
 from elastic_ring.runtime.identity import describe
@@ -51,21 +53,48 @@ class Ends:
         raise self.how
 
 
+def term_lost() -> TermLost:
+    with pytest.raises(TermLost) as raised:
+        refuse_if_replaced("run", "/folder", TermClaim(1, "own"), TermClaim(2, "another", "there"))
+    return raised.value
+
+
+ERRORS = {
+    "setting refused": ValueError("dp=0: must be 1 or more"),
+    "lost to another submission": term_lost(),
+    "head or coordinator lost": CoordinatorLost("no coordinator answered"),
+    "other failure": ShardLost("no holder of cp_rank 1"),
+    "any before training": KeyboardInterrupt(),
+    **{
+        how: KeyboardInterrupt(text)
+        for how, text in {
+            "Ctrl-C": "stopped; nothing is left running",
+            "SIGTERM, SIGHUP, SIGUSR1": "stopped, with a checkpoint of step 7; nothing is left running",
+            "these, no time to save": "stopped, without a new checkpoint (timeouts.stop_save_s=2); nothing is left",
+            "a second one": f"stopped at once; {session.GOES_ON}",
+            "any, without a head": session.NOBODY_CLEARS,
+        }.items()
+    },
+}
+ELSEWHERE = {"all steps are done, now or before", "signal N while Ray is left", "SIGKILL"}
+"""Ends of real commands: `tests/ray/clusters/test_jobs.py`, `tests/unit/driver/test_session.py`."""
+
+
 @pytest.mark.parametrize(
-    ("how", "status", "told"),
-    [
-        (ShardLost("no holder of cp_rank 1"), 1, "ShardLost: no holder of cp_rank 1"),
-        (ValueError("dp=0: must be 1 or more"), 2, "dp=0: must be 1 or more"),
-        (KeyboardInterrupt(), 130, "stopped before training began"),
-        (KeyboardInterrupt("stopped; nothing is left running"), 130, "stopped; nothing is left running"),
-    ],
+    "ending", [ending for ending in ENDINGS if ending.how not in ELSEWHERE], ids=lambda row: row.how
 )
-def test_each_end_has_its_exit_status(how, status, told, monkeypatch, capsys):
+def test_each_end_has_its_exit_status_and_its_line_of_the_page(ending, monkeypatch, capsys):
     monkeypatch.setattr(train, "_model", lambda asked: None)
-    monkeypatch.setattr(train, "build", lambda asked, made: Ends(how))
+    monkeypatch.setattr(train, "build", lambda asked, made: Ends(ERRORS[ending.how]))
     monkeypatch.setattr(ray_session, "ray_session", lambda scaling, lease_s: nullcontext())
-    assert train.main([]) == status
-    assert capsys.readouterr().err.strip() == f"elastic-ring train: {told}"
+    assert train.main([]) == ending.status
+    begins = ending.begins
+    values = {"SETTING=VALUE": "dp=0", "CLASS": "ShardLost", "RUN in FOLDER": "run in /folder", " N;": " 7;"}
+    for placeholder, value in values.items():
+        begins = begins.replace(placeholder, value)
+    assert capsys.readouterr().err.strip().startswith(f"elastic-ring train: {begins}")
+    page = (Path(__file__).parents[3] / "docs" / "operating" / "mend.md").read_text(encoding="utf-8")
+    assert f"| {ending.how} | {ending.status} |" in page
 
 
 class Corpus:
