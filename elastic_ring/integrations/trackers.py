@@ -8,6 +8,7 @@ callbacks control a run: early stopping, and the checkpoint of the best validati
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import math
 import struct
@@ -16,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from elastic_ring.files import cut
 from elastic_ring.monitor.callbacks import FAILED, FINISHED, STOPPED, Callback, RunInfo
 from elastic_ring.monitor.metrics import StepMetrics
 
@@ -36,6 +38,12 @@ class Tracker(Callback):
     """Base of the trackers: computes the values of each event, and leaves out events that the store has."""
 
     tries_again = True
+    library = ""
+    """The module that it writes with, which is imported when a run starts."""
+
+    def check_metrics(self, metrics: Collection[str]) -> None:
+        if self.library and importlib.util.find_spec(self.library) is None:
+            raise ValueError(_missing(self.library))
 
     def on_start(self, run: RunInfo) -> None:
         self._stored: dict[str, dict[int, list[float]]] = {name: {} for name in MARKS}
@@ -108,6 +116,8 @@ class TensorBoard(Tracker):
     """Writes event files to `folder`, by default `tensorboard` in the run's folder. Where the run goes back, the undone
     points are purged."""
 
+    library = "tensorboardX"
+
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = folder
 
@@ -122,7 +132,7 @@ class TensorBoard(Tracker):
                     points[name].append((step, value))
         # Two drivers may open files within one second, and those of one name would overwrite each other.
         folder.mkdir(parents=self._folder is not None, exist_ok=True)  # never a run's folder that was moved away
-        _library("tensorboardX")
+        _library(self.library)
         # Not SummaryWriter: its flush leaves what a thread has not yet taken from a queue, which a kill then loses.
         files = importlib.import_module("tensorboardX.event_file_writer")
         self._writer = files.EventsWriter(str(folder / "events"), f".{time.time_ns()}")
@@ -174,12 +184,14 @@ class WandB(Tracker):
     to `wandb.init`.
     """
 
+    library = "wandb"
+
     def __init__(self, project: str, *, mode: str | None = None, **init: Any) -> None:
         self._init = {"project": project, "mode": mode, **init}
 
     def open(self, run: RunInfo) -> Points:
         own = {"name": run.name, "id": run.id, "resume": "allow", "dir": str(run.folder), "config": dict(run.config)}
-        self._run = _library("wandb").init(**(own | self._init))
+        self._run = _library(self.library).init(**(own | self._init))
         points: dict[str, list[tuple[int, float]]] = {}
         for mark in MARKS:
             kind = mark.partition("/")[0]
@@ -207,13 +219,20 @@ class MLflow(Tracker):
     run goes back, undone points stay beside the newer ones.
     """
 
-    TAG = "elastic_ring.id"
+    TAG, library = "elastic_ring.id", "mlflow"
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "elastic_ring") -> None:
         self._uri, self._experiment = tracking_uri, experiment
 
+    def check_metrics(self, metrics: Collection[str]) -> None:
+        super().check_metrics(metrics)
+        try:
+            _library(self.library).MlflowClient(tracking_uri=self._uri)
+        except Exception as error:  # of any store
+            raise ValueError(f"tracking_uri={self._uri!r}: MLflow refuses it: {cut(str(error), 200)}") from error
+
     def open(self, run: RunInfo) -> Points:
-        library = _library("mlflow")
+        library = _library(self.library)
         self._entities = importlib.import_module("mlflow.entities")
         self._client = library.MlflowClient(tracking_uri=self._uri)
         stored = self._client.get_experiment_by_name(self._experiment)
@@ -259,7 +278,11 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"{name} is not installed: pip install '.[tracking]'") from error
+        raise ValueError(_missing(name)) from error
+
+
+def _missing(library: str) -> str:
+    return f"{library} is not installed: pip install '.[tracking]'"
 
 
 # ------------------------------------------------------------ callbacks that control a run

@@ -333,6 +333,14 @@ def _check_parameters(model: nn.Module) -> None:
             )
         if param.dim() == 0:
             raise ValueError(f"parameter {name} has no dimension: FSDP2 cannot shard it; give it the shape (1,)")
+    for owner, module in model.named_modules():
+        registered = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta and all(value is not tensor for tensor in registered):
+                raise ValueError(
+                    f"{'.'.join(filter(None, (owner, name)))} is a plain tensor of {type(module).__name__}, which gets "
+                    f"no values on a worker: use self.register_buffer({name!r}, ...) and make them there"
+                )
 
 
 # ---------------------------------------------------------------- frozen parameters

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 
@@ -25,8 +25,9 @@ SHAREGPT = {**ROLES, "human": "user", "gpt": "assistant"}
 """The role for each value of `role` or of ShareGPT's `from`."""
 IN_LOSS = ("weight", "train", "loss")
 """Keys of a message that say whether it counts: 0 or false leaves it out."""
-RULES = 2
+RULES = 3
 """Version of what records become. Raise it with every change: no preparation then goes on under other rules."""
+CALL = {"place": "here"}
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PUT_MARKS = "put {% generation %} and {% endgeneration %} around the assistant's text in the template, or "
 
@@ -106,6 +107,32 @@ def _message(number: int, turn: Any) -> tuple[Message, bool]:
     return {**turn, "role": roles[role], "content": content}, all(flags.values())
 
 
+def _with_arguments(message: Message, *, as_mapping: bool) -> Message:
+    """The message with the arguments of its calls as the template takes them. Records have them as a mapping, or as
+    OpenAI's text of one, which a template that writes JSON would put in quotes once more."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return cast(Message, {**message, "tool_calls": [_with_call_arguments(call, as_mapping) for call in calls]})
+
+
+def _with_call_arguments(call: Any, as_mapping: bool) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if "function" in call:
+        return {**call, "function": _with_call_arguments(call["function"], as_mapping)}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str) and as_mapping:
+        try:
+            parsed = plain_json(arguments)
+        except ValueError:
+            return call
+        return {**call, "arguments": parsed} if isinstance(parsed, Mapping) else call
+    if isinstance(arguments, Mapping) and not as_mapping:
+        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return call
+
+
 def _without_nulls(value: Any) -> Any:
     """A value without fields that are null, which a table has in every row where one row has them."""
     if isinstance(value, Mapping):
@@ -134,6 +161,7 @@ class ChatTokenizer:
             ) from error
         self._has_marks = bool(MARKS.search(template)) and self._tokenizer.is_fast
         self._way_out = ("" if self._has_marks else PUT_MARKS) + "leave such conversations out"
+        self._takes_mappings = self._takes_mapping(CALL)
         identity = [RULES, plain.sha256, template, self._tokenizer.special_tokens_map]
         self.sha256 = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
@@ -145,6 +173,7 @@ class ChatTokenizer:
 
     def _encode(self, messages: list[Message], turns: list[int], tools: list[Any] | None) -> tuple[Tokens, Counted]:
         masks: list[Any] = []
+        messages = [_with_arguments(message, as_mapping=self._takes_mappings) for message in messages]
         if self._has_marks:
             encoding = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -159,6 +188,16 @@ class ChatTokenizer:
         if tokens[-1] == self._end:
             return tokens[:-1], counted
         return tokens, np.append(counted, False)
+
+    def _takes_mapping(self, arguments: Mapping[str, str]) -> bool:
+        """Whether the template takes a call's arguments as a mapping, as transformers documents it; others join them as
+        text."""
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            return str(arguments) not in self._tokenizer.apply_chat_template(turns, tokenize=False)
+        except Exception:  # templates raise what they like
+            return False
 
     def _by_prefixes(
         self, messages: list[Message], turns: Sequence[int], tools: list[Any] | None

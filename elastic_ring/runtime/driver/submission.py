@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -41,7 +42,7 @@ from elastic_ring.runtime.driver import submission_rules as rules
 from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, live_nodes, worker_environment_of
 from elastic_ring.runtime.driver.ray_session import cluster
 from elastic_ring.runtime.driver.room import room, with_settled_copies
-from elastic_ring.runtime.driver.task_checks import check_task, fingerprint_of, training_order
+from elastic_ring.runtime.driver.task_checks import check_shadows, check_task, fingerprint_of, training_order
 from elastic_ring.runtime.identity import ContentDigests, Identity, code_parts, describe, identity_of
 from elastic_ring.runtime.ray_head import ON_HEAD
 from elastic_ring.runtime.run_storage import check_writable
@@ -238,6 +239,7 @@ class Submission:
 
     def check(self) -> str:
         """Check everything that needs no cluster; returns the fingerprint of the data. Raises ValueError."""
+        check_shadows(Path.cwd(), sys.modules)
         fingerprint = at_submission(lambda: fingerprint_of(self.task), self.run.timeouts.storage_s)
         training_order(self.task)
         check_writable(self.run.driver_folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ray import cloudpickle
@@ -128,6 +129,18 @@ def check_task(task: TrainingTask, cp: int, device: str) -> None:
             f"the model, loss, optimizer, data or initial cannot be sent to workers ({type(error).__name__}: {error}): "
             "give functions and classes of a module, or plain objects, without open files, locks or threads in them"
         ) from error
+
+
+def check_shadows(folder: Path, modules: Mapping[str, ModuleType]) -> None:
+    """Raises ValueError for a file or package in `folder`, the driver's working directory, that bears the name of one
+    of the loaded `modules`: Ray puts that directory first on the path of its workers."""
+    own = __name__.partition(".")[0]
+    for path in sorted([*folder.glob("*.py"), *(path.parent for path in folder.glob("*/__init__.py"))]):
+        loaded = getattr(modules.get(path.stem), "__file__", None)
+        if loaded and path.stem != own and not Path(loaded).resolve().is_relative_to(path.resolve()):
+            raise ValueError(
+                f"{path}: Ray's workers would import it in place of {loaded}: rename it, or start in another folder"
+            )
 
 
 def training_order(task: TrainingTask) -> SampleOrder:

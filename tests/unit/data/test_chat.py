@@ -155,6 +155,36 @@ def test_of_a_prompt_and_its_completion_the_completion_counts(saved: Path, tmp_p
     assert chat(tmp_path / "single", single, saved).num_documents == 1
 
 
+CALLS = PLAIN.replace(
+    ANSWER,
+    "{% for call in message.tool_calls or [] %}<call>WRITES</call>{% endfor %}{{ message.content or '' }}" + CLOSE,
+)
+
+
+@pytest.mark.parametrize(
+    "writes",
+    [
+        "{{ call.function.arguments | tojson }}",
+        "{{ '' + call.function.arguments }}",
+        "{{ call.function.arguments }}",
+        "{% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}"
+        "{{ call.function.arguments | tojson }}{% endif %}",
+    ],
+    ids=["a mapping", "text", "text, or a mapping as Python writes it", "either"],
+)
+def test_arguments_of_a_call_are_written_once_whether_a_record_has_a_mapping_or_its_text(
+    saved: Path, tmp_path: Path, writes: str
+) -> None:
+    folder = other(saved, tmp_path / "tokenizer", CALLS.replace("WRITES", writes))
+    for number, arguments in enumerate(({"city": "Bern"}, '{"city": "Bern"}')):
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        turns = [messages("one")[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+        path = write(tmp_path / f"{number}.jsonl", [{"messages": turns}])
+        manifest = chat(tmp_path / f"out{number}", path, folder)
+        (document,) = counted_of(tmp_path / f"out{number}", manifest)
+        assert counted_text(saved, document) == f'<call>{{"city": "Bern"}}</call>{CLOSE}'
+
+
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by prefixes"])
 def test_messages_that_a_record_leaves_out_of_the_loss_are_masked_and_its_system_is_its_first_message(
     saved: Path, tmp_path: Path, template: str
@@ -270,7 +300,7 @@ def test_no_preparation_goes_on_under_other_rules_and_what_is_prepared_trains(
     record["settings"] |= {"chat_sha256": first_rules}
     record["settings"].pop("chat_rules", None)
     path.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=r"another preparation: chat_rules was None, is 2; chat_sha256 was .* folder"):
+    with pytest.raises(ValueError, match=r"another preparation: chat_rules was None, is 3; chat_sha256 was .* folder"):
         chat(tmp_path / "out", source, saved)
     assert PreparedTokens.of(str(tmp_path / "out" / "manifest.json"), 48).open().read(0).counted is not None
     assert read_manifest(str(tmp_path / "out" / "manifest.json")) == manifest

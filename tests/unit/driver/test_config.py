@@ -6,6 +6,7 @@ import dataclasses
 import math
 import pickle
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from elastic_ring.config import (
 from elastic_ring.faults import COMMIT_KINDS, FLIP_KINDS, FLIPPED, KINDS, PHASES, Fault, parse_faults
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.config import ModelConfig
+from elastic_ring.runtime.driver.task_checks import check_shadows
 from elastic_ring.validation import docstrings, from_plain
 
 # (class, setting, refused value, a piece of the way out)
@@ -379,3 +381,21 @@ def test_a_fault_without_hop_or_rank_matches_any():
     heal = Fault("kill", 3, "heal", None, None, "spare")
     assert heal.matches(step=3, phase="heal", rank=2, role="spare")
     assert not heal.matches(step=3, phase="heal", rank=2, role="donor")
+
+
+def test_a_file_that_workers_would_import_in_place_of_a_library_is_refused(tmp_path):
+    """Ray puts the driver's folder first on the path of its workers, which then could not even begin."""
+    for name in ("torch.py", "mine.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "elastic_ring").mkdir()
+    (tmp_path / "elastic_ring" / "__init__.py").touch()
+    with pytest.raises(ValueError, match=r"torch\.py: Ray's workers would import it in place of .*torch/__init__\.py"):
+        check_shadows(tmp_path, sys.modules)
+    (tmp_path / "torch.py").rename(tmp_path / "pydantic")
+    check_shadows(tmp_path, sys.modules)
+    (tmp_path / "pydantic").unlink()
+    (tmp_path / "pydantic").mkdir()
+    (tmp_path / "pydantic" / "__init__.py").touch()
+    with pytest.raises(ValueError, match="pydantic: Ray's workers"):
+        check_shadows(tmp_path, sys.modules)
+    check_shadows(Path(__file__).parents[3], sys.modules)

@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from elastic_ring.integrations.trackers import MLflow, TensorBoard, Tracker, WandB, _points_of
 from elastic_ring.mesh import Mesh
-from elastic_ring.monitor.callbacks import STOPPED_BY_USER, CallbackDelivery, RunInfo
+from elastic_ring.monitor.callbacks import STOPPED_BY_USER, CallbackDelivery, RunInfo, check_callbacks
 from elastic_ring.monitor.journal import Journal
 from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.monitor.metrics import JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, StepMetrics
@@ -328,5 +328,17 @@ def test_a_run_that_was_stopped_is_no_failed_one_and_each_end_has_its_state(
 
 def test_a_library_that_is_missing_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ValueError, match=r"tensorboardX is not installed: pip install 'elastic-ring\[tracking\]'"):
+    with pytest.raises(ValueError, match=r"tensorboardX is not installed: pip install '\.\[tracking\]'"):
         TensorBoard().open(RunInfo("tracked", tmp_path))
+    monkeypatch.delitem(sys.modules, "tensorboardX")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ValueError, match="tensorboardX is not installed"):
+        check_callbacks([TensorBoard()])
+
+
+def test_a_store_that_mlflow_refuses_is_refused_before_the_start(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=rf"tracking_uri='file:{tmp_path}': MLflow refuses it: The filesystem tracking"
+    ):
+        check_callbacks([MLflow(f"file:{tmp_path}")])
+    check_callbacks([MLflow("http://127.0.0.1:9")])

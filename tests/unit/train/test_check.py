@@ -224,14 +224,24 @@ class ScalarOnly(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.0))
 
 
+class PlainTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.inner.table = torch.arange(3.0)
+        self.inner.register_buffer("kept", torch.arange(3.0))
+        self.inner.same = self.inner.kept
+
+
 @pytest.mark.parametrize(
     ("model", "named"),
     [
+        (PlainTable, r"inner\.table is a plain tensor of Linear, .* use self\.register_buffer\('table', \.\.\.\)"),
         (partial(nn.Linear, 3, 3, dtype=torch.float16), "parameter weight is torch.float16: build .* in float32"),
         (partial(Transformer, replace(MODEL, dtype="float64")), "is torch.float64: build the model in float32"),
         (ScalarOnly, r"parameter scale has no dimension: .* give it the shape \(1,\)"),
     ],
-    ids=["float16", "float64", "scalar"],
+    ids=["a plain tensor", "float16", "float64", "scalar"],
 )
 def test_parameters_that_cannot_be_trained_as_shards_are_refused(pair: Membership, model: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
