@@ -153,17 +153,18 @@ _LEAST_S = 0.05
 class Stages:
     """Stages of one process, one after another. `ended` may be read by any thread."""
 
-    def __init__(self, first: str, since_unix_s: float | None = None) -> None:
-        """`first`: the stage that began at `since_unix_s`, by default when this process began."""
-        self._stage, self._since_s = first, process_unix_s() if since_unix_s is None else since_unix_s
+    def __init__(self, first: str) -> None:
+        """`first`: the stage that began when this process began."""
+        self._stage, self._unix_s = first, process_unix_s()
+        self._since_s = time.monotonic() - max(0.0, time.time() - self._unix_s)
         self.ended: list[Stage] = []
 
     def begin(self, stage: str) -> None:
         """End the present stage and begin another; an empty text begins none."""
-        now = time.time()
+        now = time.monotonic()
         if self._stage:
-            self.ended.append((self._stage, self._since_s, now - self._since_s))
-        self._stage, self._since_s = stage, now
+            self.ended.append((self._stage, self._unix_s, now - self._since_s))
+        self._stage, self._unix_s, self._since_s = stage, time.time(), now
 
 
 def process_unix_s() -> float:

@@ -241,7 +241,7 @@ class Decider:
         self.num_read = 0  # lines of the journal
 
     def run(self) -> None:
-        stages = Stages("its process and imports", self.run_spec.submitted_unix_s)
+        stages = Stages("its process and imports")
         limit_s = self.run_spec.run.checkpoint_config.fail_after_s
         failed_starts = FailedStarts(self.own_name, self.run_spec.attempt, limit_s)
         try:

@@ -52,7 +52,6 @@ class RunSpec:
     task: TrainingTask
     attempt: str
     digest: str
-    submitted_unix_s: float
     fingerprint: str  # of the corpus as the driver reads it
     identity: Identity = field(default_factory=Identity)
     """What may not change when a run is resumed."""

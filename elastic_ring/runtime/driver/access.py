@@ -116,6 +116,16 @@ def is_listening(address: str) -> bool:
     return False
 
 
+def own_head() -> psutil.Process | None:
+    """The control service of a Ray that this process has started; None where that has none."""
+    return next((child for child in psutil.Process().children() if child.name() == "gcs_server"), None)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a child has ended; nobody may have waited for it yet."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
 def _heads_of_raylets() -> set[str]:
     """The clusters of this user's and root's Rays on this machine: `ray.init()` leaves no file."""
     heads = set()

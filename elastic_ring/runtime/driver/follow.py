@@ -32,7 +32,7 @@ from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.folds.recovery_log import LinesHeard
 from elastic_ring.runtime.coordinator.inbox import End, News
 from elastic_ring.runtime.driver import attach
-from elastic_ring.runtime.driver.access import is_listening
+from elastic_ring.runtime.driver.access import has_ended, is_listening, own_head
 from elastic_ring.runtime.driver.ray_session import leaving
 from elastic_ring.runtime.driver.session import interruptible, lease
 from elastic_ring.runtime.driver.submission import Submission
@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 FOLLOW_S = 0.4
 FETCH_S = 5.0
+OWN_HEAD_IS_GONE = "the head (gcs_server) of the Ray that this command started has ended, and with it the run"
 ASK_S = 1.0  # between two questions to the head
 
 
@@ -194,6 +195,7 @@ class CoordinatorLink:
         self._starting_since: float | None = None  # one process after the other may answer, and none begin
         self._head_silent_since: float | None = None
         self._looked_at = 0.0
+        self._own_head = own_head()
 
     def ask(self, coordinator: Any, newest: tuple[int, int], heard: LinesHeard) -> News | None:
         """The coordinator's news after step `newest`, (generation, step), and these lines; None while it is away.
@@ -208,6 +210,10 @@ class CoordinatorLink:
             # Ray restarts a coordinator that was killed; one that froze may resume.
             news, error = None, failure
         head_answers, now = self._head_answers(), time.monotonic()
+        if not head_answers and self._own_head is not None and has_ended(self._own_head):
+            coordinator.stop.remote(OWN_HEAD_IS_GONE)
+            time.sleep(self._run.timeouts.stop_save_s)
+            self._give_up(OWN_HEAD_IS_GONE, error)
         if news is not None:
             self._silent_since = None
             self._own = replace(self._own, term=news.get("term", self._own.term))

@@ -5,10 +5,12 @@ Light to import: a command starts Ray beside the imports of torch. No run in her
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 LONGEST_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 ACCELERATOR = "accelerator_type:"
 """How Ray's resources name a node's type of GPU."""
+LEAVE_S = 10.0
 OUTLAST_S = 10.0  # Ray ends a process without a word, so the driver must give up first
 
 
@@ -61,7 +64,7 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
             yield
     finally:
         with leaving():
-            ray.shutdown()
+            leave_ray()
 
 
 def _join(num_cpus: int, lease_s: float) -> None:
@@ -138,6 +141,19 @@ def outlast_head(lease_s: float) -> None:
     Ray reads the variable once, when this process connects.
     """
     environment().setdefault(RECONNECT, str(math.ceil(max(RECONNECT_S, lease_s) + OUTLAST_S)))
+
+
+def leave_ray() -> None:
+    """`ray.shutdown`, for LEAVE_S at most: without a head or a raylet it would wait for a minute, and once more at the
+    end of the process."""
+    shutdown = threading.Thread(target=ray.shutdown, name="leave-ray", daemon=True)
+    shutdown.start()
+    shutdown.join(LEAVE_S)
+    if shutdown.is_alive():
+        log.warning(
+            "Ray has not let this command go within %g s, so it goes by itself: part of that Ray is gone", LEAVE_S
+        )
+        atexit.unregister(ray.shutdown)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -323,7 +322,6 @@ class Submission:
             self.task,
             self.attempt,
             digest,
-            time.time(),
             fingerprint,
             self.identity,
             resume,

@@ -148,9 +148,7 @@ def deciding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "shm").mkdir()
     run = RunConfig("over", run_dir=str(tmp_path / "run"))
     run.folder.mkdir()
-    spec: Any = SimpleNamespace(
-        run=run, attempt="0123456789", scaling=None, task=None, resume=Resume(), submitted_unix_s=0.0
-    )
+    spec: Any = SimpleNamespace(run=run, attempt="0123456789", scaling=None, task=None, resume=Resume())
     made: Any = Decider(spec, is_restart=True)
     made.timers, made.clock = timers, Clock(lambda: 100.0, 0.0)
     made.shutdown.clear_actors = lambda: []

@@ -25,9 +25,9 @@ from tests.journals import journal_bytes
 from tests.unit.monitor.recorded_runs import RecordedRun
 
 
-def run_spec(folder: Path, attempt: str, submitted_unix_s: float = 50.0) -> RunSpec:
+def run_spec(folder: Path, attempt: str) -> RunSpec:
     task: Any = SimpleNamespace(step=StepConfig(steps=1))
-    return RunSpec(RunConfig("opened", run_dir=str(folder)), ScalingConfig(), task, attempt, "", submitted_unix_s, "")
+    return RunSpec(RunConfig("opened", run_dir=str(folder)), ScalingConfig(), task, attempt, "", "")
 
 
 def test_a_start_on_gpus_waits_for_its_spares_whose_warm_up_would_run_beside_its_first_steps(tmp_path):

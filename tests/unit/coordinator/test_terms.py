@@ -215,7 +215,7 @@ def is_started_again(folder: Path, lose: Callable[[Path], object]) -> None:
     lose(folder)
     with Journal(folder / "journal.jsonl") as lines:
         lines.append({"term": 2, **begin_note(run_spec(folder, "b"), now=1.5e9)})
-    opened(run_spec(folder, "a", submitted_unix_s=1.8e9), is_restart=True)
+    opened(run_spec(folder, "a"), is_restart=True)
 
 
 def begins_beside_it(folder: Path, lose: Callable[[Path], object]) -> None:

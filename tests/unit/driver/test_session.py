@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -130,6 +131,28 @@ def test_while_ray_is_being_left_a_signal_ends_the_process_at_once(number):
         assert process.stdout.readline() == b"leaves\n"
         process.send_signal(number)
         assert process.wait(timeout=30.0) == 128 + number
+
+
+def test_a_ray_of_which_a_part_is_gone_is_left_within_a_bound_and_with_a_word(monkeypatch, caplog):
+    over = threading.Event()
+    monkeypatch.setattr(ray, "shutdown", lambda: over.wait(60.0))
+    monkeypatch.setattr(ray_session, "LEAVE_S", 0.1)
+    ray_session.leave_ray()
+    assert "Ray has not let this command go within 0.1 s" in caplog.text
+    over.set()
+
+
+def test_the_end_of_a_head_that_this_process_has_started_is_noticed(tmp_path):
+    assert access.own_head() is None
+    program = tmp_path / "gcs_server"
+    shutil.copy("/bin/sleep", program)
+    with subprocess.Popen([program, "60"]) as started:
+        head = access.own_head()
+        assert head is not None
+        assert (head.pid, access.has_ended(head)) == (started.pid, False)
+        started.kill()
+        os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie, as a child of Ray's
+        assert access.has_ended(head)
 
 
 # ---------------------------------------------------------------------------------- a head of the cluster that is lost
