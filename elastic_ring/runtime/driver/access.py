@@ -116,14 +116,24 @@ def is_listening(address: str) -> bool:
     return False
 
 
-def own_head() -> psutil.Process | None:
-    """The control service of a Ray that this process has started; None where that has none."""
-    return next((child for child in psutil.Process().children() if child.name() == "gcs_server"), None)
+def own_parts() -> dict[str, psutil.Process]:
+    """The processes, by name, without which a Ray that this process has started cannot go on; empty if there is none."""
+    parts = {}
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # others come and go
+            parts[child.name()] = child
+    return {name: parts[name] for name in ("gcs_server", "raylet") if name in parts}
 
 
-def has_ended(process: psutil.Process) -> bool:
-    """Whether a child has ended; nobody may have waited for it yet."""
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+def ended_part(parts: Mapping[str, psutil.Process]) -> str:
+    """The name of a part that has ended, which nobody may have waited for yet; empty if there is none."""
+
+    def is_there(process: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    return next((name for name, process in parts.items() if not is_there(process)), "")
 
 
 def _heads_of_raylets() -> set[str]:

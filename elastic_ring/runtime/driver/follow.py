@@ -32,7 +32,7 @@ from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.folds.recovery_log import LinesHeard
 from elastic_ring.runtime.coordinator.inbox import End, News
 from elastic_ring.runtime.driver import attach
-from elastic_ring.runtime.driver.access import has_ended, is_listening, own_head
+from elastic_ring.runtime.driver.access import ended_part, is_listening, own_parts
 from elastic_ring.runtime.driver.ray_session import leaving
 from elastic_ring.runtime.driver.session import interruptible, lease
 from elastic_ring.runtime.driver.submission import Submission
@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 
 FOLLOW_S = 0.4
 FETCH_S = 5.0
-OWN_HEAD_IS_GONE = "the head (gcs_server) of the Ray that this command started has ended, and with it the run"
 ASK_S = 1.0  # between two questions to the head
 
 
@@ -195,7 +194,7 @@ class CoordinatorLink:
         self._starting_since: float | None = None  # one process after the other may answer, and none begin
         self._head_silent_since: float | None = None
         self._looked_at = 0.0
-        self._own_head = own_head()
+        self._own_ray = own_parts()
 
     def ask(self, coordinator: Any, newest: tuple[int, int], heard: LinesHeard) -> News | None:
         """The coordinator's news after step `newest`, (generation, step), and these lines; None while it is away.
@@ -210,10 +209,11 @@ class CoordinatorLink:
             # Ray restarts a coordinator that was killed; one that froze may resume.
             news, error = None, failure
         head_answers, now = self._head_answers(), time.monotonic()
-        if not head_answers and self._own_head is not None and has_ended(self._own_head):
-            coordinator.stop.remote(OWN_HEAD_IS_GONE)
+        if part := ended_part(self._own_ray):
+            reason = f"the Ray that this command started has lost its {part}, and ends the run with it"
+            coordinator.stop.remote(reason)
             time.sleep(self._run.timeouts.stop_save_s)
-            self._give_up(OWN_HEAD_IS_GONE, error)
+            self._give_up(reason, error)
         if news is not None:
             self._silent_since = None
             self._own = replace(self._own, term=news.get("term", self._own.term))
@@ -249,7 +249,7 @@ class CoordinatorLink:
         """Wait `hello_s` for an answer, but not for one that may never come: None when the head is away."""
         deadline = time.monotonic() + self._run.timeouts.hello_s
         while not ray.wait([answer], timeout=ASK_S)[0] and time.monotonic() < deadline:
-            if not self._head_answers():
+            if ended_part(self._own_ray) or not self._head_answers():
                 return None
         news: News = ray.get(answer, timeout=ASK_S)
         return news

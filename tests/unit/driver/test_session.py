@@ -142,17 +142,17 @@ def test_a_ray_of_which_a_part_is_gone_is_left_within_a_bound_and_with_a_word(mo
     over.set()
 
 
-def test_the_end_of_a_head_that_this_process_has_started_is_noticed(tmp_path):
-    assert access.own_head() is None
-    program = tmp_path / "gcs_server"
-    shutil.copy("/bin/sleep", program)
-    with subprocess.Popen([program, "60"]) as started:
-        head = access.own_head()
-        assert head is not None
-        assert (head.pid, access.has_ended(head)) == (started.pid, False)
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_the_end_of_a_part_of_the_ray_that_this_process_has_started_is_noticed(tmp_path, name):
+    assert access.ended_part(access.own_parts()) == ""
+    shutil.copy("/bin/sleep", tmp_path / name)
+    with subprocess.Popen([tmp_path / name, "60"]) as started:
+        parts = access.own_parts()
+        assert {part: process.pid for part, process in parts.items()} == {name: started.pid}
+        assert access.ended_part(parts) == ""
         started.kill()
         os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie, as a child of Ray's
-        assert access.has_ended(head)
+        assert access.ended_part(parts) == name
 
 
 # ---------------------------------------------------------------------------------- a head of the cluster that is lost
