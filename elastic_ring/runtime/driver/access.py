@@ -117,7 +117,7 @@ def is_listening(address: str) -> bool:
 
 
 def own_parts() -> dict[str, psutil.Process]:
-    """The processes, by name, without which a Ray that this process has started cannot go on; empty if there is none."""
+    """The processes, by name, without which a Ray that this process has started cannot go on; {} if there is none."""
     parts = {}
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # others come and go

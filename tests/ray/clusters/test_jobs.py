@@ -181,3 +181,21 @@ def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path, whol
     assert process.returncode == 130, said[-2000:]
     assert "nothing is left running" in said
     assert not any(map(psutil.pid_exists, members))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [pytest.param("gcs_server", marks=pytest.mark.soak), "raylet"])
+def test_a_part_of_an_embedded_ray_that_is_killed_ends_the_command_in_a_line_and_not_after_a_minute(tmp_path, part):
+    folder = tmp_path / "without"
+    command = [sys.executable, *job("without", folder, 4000), *["--dp", "1", "--cp", "1", "--spares", "0"]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: num_steps(folder) >= 2)
+    parts = {child.name(): child for child in psutil.Process(process.pid).children()}
+    parts[part].kill()
+    begun = time.monotonic()
+    _, said = process.communicate(timeout=90)
+    assert process.returncode == 1, said[-2000:]
+    line = f"elastic-ring train: CoordinatorLost: the Ray that this command started has lost its {part}"
+    assert said.strip().splitlines()[-1].startswith(line)
+    assert time.monotonic() - begun < 40.0
