@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import secrets
 import stat
@@ -134,6 +135,22 @@ def private_folder(path: Path) -> Path:
             f"others may have put files there: remove it, or have its owner or root do so{by_name}"
         )
     return path
+
+
+def denied(error: PermissionError) -> str:
+    """What this user may not read or write, and whose it is: a file, or the first folder on its way that is closed."""
+    path = Path(os.path.abspath(error.filename))
+    place, about = path, None
+    for part in (*reversed(path.parents), path):
+        with suppress(OSError):
+            place, about = part, part.stat()
+    names = {entry.pw_uid: entry.pw_name for entry in pwd.getpwall()}
+    owner, user = (names.get(uid, uid) for uid in (about.st_uid if about else 0, os.geteuid()))
+    mode = stat.filemode(about.st_mode) if about else "?"
+    return (
+        f"{path}: permission denied: {place} belongs to {owner} ({mode}), and this user is {user}: ask the owner for "
+        "access, or give another folder"
+    )
 
 
 def read_small(path: str | os.PathLike[str], most_bytes: int = MAX_JSON_BYTES, *, is_asked: bool = False) -> bytes:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO, cast
 
 from elastic_ring.errors import TermLost
-from elastic_ring.files import printable
+from elastic_ring.files import denied, printable
 
 # (module and, other than `main`, its function; what it does) by command
 COMMANDS = {
@@ -93,6 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _run(argv)
         finally:
             sys.stdout.flush()  # what is left fails here, not when the interpreter exits
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        command = (sys.argv[1:] if argv is None else argv)[0]
+        return refused(f"elastic-ring {command}", ValueError(denied(error)))
     except BrokenPipeError:  # as in `elastic-ring train --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

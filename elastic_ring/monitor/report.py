@@ -6,6 +6,7 @@ is in `plot`, the live progress line in `progress`.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import statistics
@@ -218,8 +219,11 @@ def _state_line(folder: Path, status: StatusFile, summary: SummaryFile, news: Ca
 
 def _waits_for_disk(folder: Path) -> str:
     """What a coordinator may wait for that cannot write its status; empty where this host could."""
-    disk = os.statvfs(folder)
-    fault = "is read-only" if disk.f_flag & os.ST_RDONLY else "is full" if not disk.f_bavail else ""
+    fault = "" if os.statvfs(folder).f_bavail else "is full"
+    try:
+        os.close(os.open(folder / STATUS_NAME, os.O_WRONLY | os.O_CLOEXEC))
+    except OSError as error:  # mount flags may not say that a file system went read-only after an error
+        fault = "is read-only" if error.errno == errno.EROFS else fault
     return f"waits for the disk, which {fault}, or " if fault else ""
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from elastic_ring.config import RunConfig, Timeouts
 from elastic_ring.errors import RecordDamaged, StaleMessage, StorageFailed, TermLost
-from elastic_ring.files import replace_file
+from elastic_ring.files import denied, replace_file
 from elastic_ring.monitor.callbacks import CALLBACKS_NAME, kept_places
 from elastic_ring.monitor.journal import MAX_BYTES
 from elastic_ring.monitor.json_files import DAMAGED, json_bytes, parse_json
@@ -66,6 +66,8 @@ def check_writable(folder: Path) -> None:
             os.fsync(file.fileno())
     except StorageFailed as error:
         raise ValueError(f"run_dir={str(folder)!r}: {error.message}: {OTHER_FILE_SYSTEM}") from error
+    except PermissionError as error:
+        raise ValueError(f"run_dir={str(folder)!r} cannot be written to: {denied(error)}") from error
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise ValueError(

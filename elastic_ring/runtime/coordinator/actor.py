@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import ray
 
-from elastic_ring.config import environment
+from elastic_ring.config import CheckpointConfig, environment
 from elastic_ring.control.capacity.scaling import can_save
 from elastic_ring.control.capacity.worker_pool import vacant_nodes
 from elastic_ring.control.coordination import Decision, advance, journal_line, next_deadline, replay, term_note
@@ -75,6 +75,7 @@ from elastic_ring.runtime.coordinator.inbox import (
     Inbox,
     News,
     NodeBeat,
+    SavesAs,
     StepsPublished,
     WorkerFound,
 )
@@ -171,7 +172,13 @@ class Coordinator:
             run_spec.task.asks_callbacks,
             is_kept(environment()),
             os.getpid(),
+            run=replace(run_spec.run, checkpoint_config=self._decider.saves_as),
         )
+
+    def save_as(self, config: CheckpointConfig) -> None:
+        """Intervals and retention of checkpoints from now on."""
+        limit_s = self.run_spec.run.checkpoint_config.fail_after_s
+        self._decider.queue.put(SavesAs(replace(config, fail_after_s=limit_s)))
 
     def renew(self) -> None:
         """Renew the driver's lease."""
@@ -239,6 +246,7 @@ class Decider:
         self.shutdown = Shutdown(self)
         self.cause = CauseIds("coordinator")
         self.num_read = 0  # lines of the journal
+        self.saves_as = run_spec.run.checkpoint_config
 
     def run(self) -> None:
         stages = Stages("its process and imports")
@@ -321,8 +329,7 @@ class Decider:
         self.recorder.totals.saw(ResumedFrom([*run_spec.resume.resumed_from]))
         for remark in opened.remarks:
             say(remark)
-        self.state = replay(options, opened.lines, self.recorder.recall)
-        self.num_read = opened.num_written
+        self.state, self.num_read = replay(options, opened.lines, self.recorder.recall), opened.num_written
         refuse_unknown_workers(run, opened, self.state.num_started, num_started(run.name))
         if opened.lag:
             self.recorder.recoveries.bits.end(opened.lag)
@@ -335,6 +342,7 @@ class Decider:
         self.dispatch.recall(self.state)
         if run.checkpoint_config.is_on or run_spec.resume.checkpoints or run_spec.resume.lineage:
             self.storage.checkpoints.open()
+            self._save_as(*[CheckpointConfig(**line["saves_as"]) for line in opened.lines if "saves_as" in line][-1:])
             if self.state.callbacks.kept is not None:  # one that died may not have written that
                 self.storage.checkpoints.keep(self.state.callbacks.kept)
         self.services = Services(
@@ -452,6 +460,8 @@ class Decider:
             case CheckpointsListed(checkpoints):
                 write_s = self.recorder.totals.checkpoints[-1]["total_s"] if self.recorder.totals.checkpoints else 0.0
                 self._decide(CheckpointsKnown(self.cause(), checkpoints, write_s))
+            case SavesAs(config):
+                self._save_as(config)
             case CheckpointFailed(step, reason):
                 self.recorder.checkpoint_failed(step, reason)
             case Said(text):
@@ -459,6 +469,15 @@ class Decider:
             case DemandNoted(text, num_workers):
                 self.note({"note": "demand", "now": self.clock(), "text": text, "num_workers": num_workers})
                 self.recorder.recoveries.say(text)
+
+    def _save_as(self, *configs: CheckpointConfig) -> None:
+        for config in configs:
+            self.saves_as = self.storage.checkpoints.stored.config = config
+            self.recorder.detectors.checkpoints.every_steps = config.every_steps
+            if self.is_ready:  # else an earlier coordinator has noted it
+                self.note({"note": "saves_as", "now": self.clock(), "saves_as": vars(config)})
+                self.recorder.recoveries.say(f"checkpoints from now on as a submission has them: {config}")
+                self._decide(CheckpointDue(self.cause()))  # which brings them to rank 0
 
     def _on_event(self, event: Event, extra: Mapping[str, Any]) -> None:
         match event:
@@ -600,7 +619,7 @@ class Decider:
         num_losses, resume = sum(self.recorder.recoveries.num_lost().values()), self.run_spec.resume
         mean_s = (self.clock.whole() - self.recorder.begin.started_s + PRIOR_FAILURE_S) / (1 + num_losses)
         wants_first = not (self.recorder.totals.checkpoints or resume.checkpoints)
-        terms = CheckpointTerms(self.run_spec.attempt, resume.lineage, mean_s, wants_first)
+        terms = CheckpointTerms(self.run_spec.attempt, resume.lineage, mean_s, wants_first, self.saves_as)
         self.dispatch.send(decision.commands, self.recorder.metrics.last_step, terms)
         if not isinstance(self.state.phase, Building):
             self.dispatch.end_meeting()

@@ -270,6 +270,7 @@ class StoredCheckpoints:
 
     def __init__(self, run: RunConfig, resume: Resume, writer: Writer, post: Put, ask: Callable[[], None]) -> None:
         self._run, self._resume, self._writer, self._post, self._ask = run, resume, writer, post, ask
+        self.config = run.checkpoint_config
         self.storage = Storage(run.storage_uri, resume.excludes, run.timeouts.storage_s)
         self._verified = {checkpoint.folder for checkpoint in resume.checkpoints}  # written by no replaced submission
         own = [checkpoint for checkpoint in resume.checkpoints if self._is_own(checkpoint)]
@@ -457,7 +458,7 @@ class StoredCheckpoints:
 
         The newest is read back first, unless it is large: then the newest that was read whole stays, too.
         """
-        config = self._run.checkpoint_config
+        config = self.config
         with _leave_if_refused():
             if (folder := self._newest()) is not None:
                 manifest = read_manifest(self.storage, folder)

@@ -134,7 +134,7 @@ class Dispatcher:
 
     def send(self, commands: Iterable[Command], published: int, checkpoint: CheckpointTerms | None = None) -> None:
         """`published`: the last step that is recorded. `checkpoint`: what members need to know to save."""
-        details = CommandDetails(published)
+        details = CommandDetails(published, checkpoint=checkpoint)
         for command in commands:
             match command:
                 case StartWorker():

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from elastic_ring.config import CheckpointConfig
 from elastic_ring.control.messages import CallbacksAnswered, Checkpoint, Event
 from elastic_ring.control.state import State
 from elastic_ring.monitor.metrics import CheckpointEvent, StepMetrics
@@ -96,6 +97,13 @@ class CheckpointFailed:
 
     step: int
     reason: str
+
+
+@dataclass(frozen=True)
+class SavesAs:
+    """A submission that attached has other intervals or another retention of checkpoints."""
+
+    config: CheckpointConfig
 
 
 @dataclass(frozen=True)

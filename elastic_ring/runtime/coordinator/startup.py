@@ -71,6 +71,7 @@ class JournalLine(TimedLine, total=False):
     host: str
     identity: str
     term: int
+    saves_as: Any
 
 
 MOST_FAILED_STARTS = 3

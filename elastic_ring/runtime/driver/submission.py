@@ -25,7 +25,7 @@ from elastic_ring.data.prepared import may_grow, versions_beside, with_versions
 from elastic_ring.data.sampling.validation import of_set
 from elastic_ring.data.source import open_source
 from elastic_ring.errors import CheckpointDamaged, CoordinatorLost, RecordDamaged, RunFailed
-from elastic_ring.files import plain_json, shown_plain
+from elastic_ring.files import few, plain_json, shown_plain
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.goodput import Stages
 from elastic_ring.monitor.json_files import read_json, set_aside
@@ -42,7 +42,7 @@ from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, live_node
 from elastic_ring.runtime.driver.ray_session import cluster
 from elastic_ring.runtime.driver.room import room, with_settled_copies
 from elastic_ring.runtime.driver.task_checks import check_shadows, check_task, fingerprint_of, training_order
-from elastic_ring.runtime.identity import ContentDigests, Identity, code_parts, describe, identity_of
+from elastic_ring.runtime.identity import NUM_SHOWN, ContentDigests, Identity, code_parts, describe, identity_of
 from elastic_ring.runtime.ray_head import ON_HEAD
 from elastic_ring.runtime.run_storage import check_writable
 from elastic_ring.runtime.worker.env_fingerprint import versions
@@ -286,7 +286,13 @@ class Submission:
             outcome = rules.decide_submission(existing, request)
             refuse(outcome)
             if answer is not None and isinstance(outcome, rules.Attach):
-                log.info("attached to run %s", run.name)
+                running = run if answer.has_ended or answer.run is None else answer.run
+                changes, kept = rules.live_changes(running, run)
+                if changes and handle is not None:
+                    ray.get(handle.save_as.remote(run.checkpoint_config), timeout=run.timeouts.hello_s)
+                texts = [f"; it takes over {', '.join(changes)}"] * bool(changes)
+                texts += [f"; it does not take over {few(kept, NUM_SHOWN)}: for that, stop it first"] * bool(kept)
+                log.log(logging.WARNING if kept else logging.INFO, "attached to run %s%s", run.name, "".join(texts))
                 self.identity.log_moved(run.name, answer.identity.places)
                 return handle, False
             if answer is not None:

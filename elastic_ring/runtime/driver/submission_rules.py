@@ -17,6 +17,21 @@ from elastic_ring.monitor.metrics import SUMMARY_NAME
 from elastic_ring.runtime.code_digest import changed_parts
 from elastic_ring.runtime.identity import NUM_SHOWN, Identity, changed_files
 
+LIVE = ("checkpoint.every_steps", "checkpoint.every_s", "checkpoint.keep_last", "checkpoint.keep_every")
+"""Settings that a run takes over from a submission that attaches."""
+OF_SUBMISSION = [
+    "name",
+    "storage_path",
+    "run_dir",
+    "resume",
+    "code_changed",
+    "faults",
+    "progress",
+    "env",
+    "checkpoint_config",
+    "timeouts",
+]
+"""Those that other rules compare, that are one driver's or start's, and parts."""
 Files = Sequence[Sequence[str]]
 Plans = Sequence[tuple[int, int]]
 
@@ -84,6 +99,8 @@ class Coordinator:
     pid: int = 0
     writes_here: bool = True
     """Whether the requested folder holds its records, maybe by another path."""
+    run: RunConfig | None = None
+    """Its settings, as it runs now."""
 
 
 @dataclass(frozen=True)
@@ -323,6 +340,26 @@ def recorded_differences(record: RunRecord, request: RunRequest) -> list[str]:
     ):
         differences.insert(0, files)
     return differences
+
+
+def live_changes(running: RunConfig, requested: RunConfig) -> tuple[list[str], list[str]]:
+    """The settings in which a submission differs from the run that it attaches to, as text: those that the run takes
+    over while it trains, and those that it does not."""
+    there, here = _conduct(running), _conduct(requested)
+    if requested.copies == "auto":  # which the start has settled
+        del here["copies"]
+    texts = {name: f"{name}={here[name]} (it has {there[name]})" for name in here if here[name] != there[name]}
+    if any(running.env.get(name) != value for name, value in requested.env.items()):
+        texts["env"] = "env"  # values may be secrets
+    live = LIVE if running.checkpoint_config.is_on and requested.checkpoint_config.is_on else ()
+    return [texts[name] for name in texts if name in live], [texts[name] for name in texts if name not in live]
+
+
+def _conduct(run: RunConfig) -> dict[str, object]:
+    """The settings of a run's conduct, by name."""
+    parts = {"checkpoint": vars(run.checkpoint_config), "timeouts": vars(run.timeouts)}
+    own = {name: value for name, value in vars(run).items() if name not in OF_SUBMISSION}
+    return own | {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
 
 
 def other_versions(recorded: Mapping[str, str], here: Mapping[str, str]) -> str:

@@ -212,7 +212,7 @@ class Worker:
                 if (generation := self._member.parts.generation) is not None:
                     generation.boundary_requested = True
             case Stop(mode="save"):
-                self._member.parts.saver.schedule.ask()
+                self._member.parts.saver.schedule.ask(details.checkpoint)
             case Answer():
                 self._member.callback_wait.answers.put(command)
             case Stop():

@@ -57,6 +57,8 @@ class CheckpointTerms:
     lineage: int
     mean_time_between_failures_s: float
     wants_first: bool
+    config: CheckpointConfig | None = None
+    """In place of the run's, once it has changed."""
 
 
 def open_checkpoint(run: RunConfig, checkpoint: Checkpoint, tell: Callable[[str], None] = ignore) -> Reader:
@@ -76,7 +78,7 @@ class SaveSchedule:
     """When a checkpoint is due; asked by global rank 0 before each vote. Times in seconds on the monotonic clock."""
 
     def __init__(self, config: CheckpointConfig) -> None:
-        self._config = config
+        self.config = config
         self._last_s = time.monotonic()
         self._cost_s = 0.0
         self.wrote_s = math.inf  # of the last checkpoint, until its part was written
@@ -88,13 +90,16 @@ class SaveSchedule:
         """Whether no checkpoint of the run counts yet. A run without a set interval takes one at once, since a loss
         before it may cost everything; not before there is memory for it."""
 
-    def ask(self) -> None:
-        """Make the next checkpoint due at once: a node leaves with its state. Called by the control thread."""
+    def ask(self, terms: CheckpointTerms | None = None) -> None:
+        """Make the next checkpoint due at once: a node leaves with its state, or `terms` have changed. Called by the
+        control thread."""
+        if terms is not None and terms.config is not None:
+            self.config = terms.config
         self._is_asked = True
 
     def is_due(self, applied: int, total_steps: int) -> bool:
         """Whether to save the state after `applied` steps."""
-        config = self._config
+        config = self.config
         if not config.is_on:
             return False
         if self._is_asked:
@@ -108,13 +113,13 @@ class SaveSchedule:
     @property
     def is_first(self) -> bool:
         """Whether the next checkpoint is due at once, as none exists."""
-        return self.wants_first and self._config.every_steps is None and self._config.every_s is None
+        return self.wants_first and self.config.every_steps is None and self.config.every_s is None
 
     @property
     def interval_s(self) -> float:
         """Seconds from one checkpoint to the next."""
-        if self._config.every_s is not None:
-            return self._config.every_s
+        if self.config.every_s is not None:
+            return self.config.every_s
         if not self._cost_s:
             return FIRST_INTERVAL_S
         best_s = interval_s(self._cost_s, self.mean_time_between_failures_s)
@@ -124,7 +129,7 @@ class SaveSchedule:
         """Whether to report a skipped checkpoint: each if the interval is in steps; else, because it stays due in every
         step, once in LEAST_INTERVAL_S."""
         now = time.monotonic()
-        if not self._config.every_steps and now - self._missed_s < LEAST_INTERVAL_S:
+        if not self.config.every_steps and now - self._missed_s < LEAST_INTERVAL_S:
             return False
         self._missed_s = now
         return True
@@ -140,7 +145,7 @@ class SaveSchedule:
 
     def news(self) -> str:
         """The interval that the run has chosen, and why; empty if it is set, or much the same as last time."""
-        config, interval_s = self._config, self.interval_s
+        config, interval_s = self.config, self.interval_s
         is_set = config.every_steps is not None or config.every_s is not None
         if is_set or abs(interval_s - self._reported_s) <= 0.1 * self._reported_s:
             return ""
@@ -193,6 +198,7 @@ class Saver:
         """A generation begins. `pins`: `prepare` will pin memory for it."""
         self.schedule.mean_time_between_failures_s = terms.mean_time_between_failures_s
         self.schedule.wants_first = terms.wants_first
+        self.schedule.config = terms.config or self._run.checkpoint_config
         self._awaits_memory = pins
 
     @property

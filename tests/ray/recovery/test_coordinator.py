@@ -82,6 +82,41 @@ def test_two_drivers_follow_one_run_and_both_hear_how_it_ends(local_ray, tmp_pat
 
 
 @pytest.mark.slow
+def test_a_submission_that_attaches_brings_its_intervals_and_says_what_the_run_does_not_take_over(
+    local_ray, tmp_path, caplog
+):
+    caplog.set_level(logging.INFO)
+    folder, gate = tmp_path / "attached", tmp_path / "gate"
+    before, after = CheckpointConfig(every_steps=1000), CheckpointConfig(every_steps=2, keep_last=4)
+    first, second = (
+        tiny_trainer(tmp_path, "attached", steps=40, gate=gate, **ALONE, run={"checkpoint_config": config, **more})
+        for config, more in ((before, {}), (after, {"straggler": "off"}))
+    )
+
+    def saved() -> list[int]:
+        return sorted(int(path.parts[-3].removeprefix("step-")) for path in folder.glob("checkpoints/*/*/COMMIT.json"))
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(first.fit)]
+        wait_for(lambda: num_steps(folder) > 2)
+        runs.append(pool.submit(second.fit))
+        wait_for(lambda: len(saved()) == 4)
+        (pid,) = actor_pids("Coordinator")
+        os.kill(pid, signal.SIGKILL)
+        killed_at = num_steps(folder)
+        wait_for(lambda: saved()[-1] > killed_at + 2)
+        assert len(saved()) <= 5
+        gate.touch()
+        assert [run.result().summary["steps"] for run in runs] == [40, 40]
+    assert (
+        "attached to run attached; it takes over checkpoint.every_steps=2 (it has 1000), checkpoint.keep_last=4 "
+        in (caplog.text)
+    )
+    assert "; it does not take over straggler=off (it has log): for that, stop it first" in caplog.text
+    assert left_behind("attached") == []
+
+
+@pytest.mark.slow
 def test_a_submission_that_overlaps_the_end_of_its_run_takes_the_result_and_moves_nothing(
     local_ray, tmp_path, monkeypatch
 ):
@@ -264,7 +299,8 @@ def test_a_run_whose_folder_is_moved_away_makes_none_anew_and_goes_on_once_it_is
         folder.rename(away)
         said, num_before = list[str](), num_steps(away)
         wait_for(lambda: said.append(capsys.readouterr().err) or "was moved, removed or unmounted" in "".join(said))
-        wait_for(lambda: num_steps(away) > num_before + 3)  # the open files moved along
+        if comes_back:
+            wait_for(lambda: num_steps(away) > num_before + 3)  # the open files moved along
         assert not folder.exists(), "no checkpoint, status or record of callbacks made it anew"
         if comes_back:
             away.rename(folder)

@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from elastic_ring import ElasticRingTrainer
-from elastic_ring.config import RunConfig, ScalingConfig, StepConfig
+from elastic_ring.config import CheckpointConfig, RunConfig, ScalingConfig, StepConfig, Timeouts
 from elastic_ring.control.messages import CorpusVersion
 from elastic_ring.data.prepared import Later, PreparedTokens
 from elastic_ring.data.source import order_of
@@ -35,6 +35,7 @@ from elastic_ring.runtime.driver.submission_rules import (
     RunRequest,
     Start,
     decide_submission,
+    live_changes,
     other_versions,
 )
 from elastic_ring.runtime.identity import CONTENTS, VERSION, Identity, changed_files
@@ -126,6 +127,25 @@ def test_a_refusal_names_the_difference_and_the_ways_out(existing, request_, mes
 )
 def test_changed_files_are_named(files, told):
     assert changed_files([["a", "1"], ["b", "2"], ["c", "3"]], files) == told
+
+
+def test_settings_that_a_live_run_takes_over_and_those_that_it_does_not_are_told_apart():
+    running = replace(RUN, env={"A": "1", "B": "2"}, copies="1")
+    assert live_changes(running, RUN) == ([], []), "what the start has settled is no difference"
+    often = CheckpointConfig(every_steps=7, keep_every=70, fail_after_s=9.0)
+    slow = Timeouts(storage_s=99.0)
+    asked = replace(RUN, checkpoint_config=often, timeouts=slow, progress=False, env={"A": "2"}, corruption="off")
+    assert live_changes(running, asked) == (
+        ["checkpoint.every_steps=7 (it has None)", "checkpoint.keep_every=70 (it has 0)"],
+        [
+            "corruption=off (it has log)",
+            "checkpoint.fail_after_s=9.0 (it has 3600.0)",
+            "timeouts.storage_s=99.0 (it has 60.0)",
+            "env",
+        ],
+    )
+    none = replace(RUN, checkpoint_config=CheckpointConfig(every_steps=0))
+    assert live_changes(running, none) == ([], ["checkpoint.every_steps=0 (it has None)"])
 
 
 def test_other_versions_are_named():

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import pty
+import pwd
 import re
 import subprocess
 import sys
@@ -306,6 +307,23 @@ def test_data_that_are_not_there_are_refused_before_ray_starts(tmp_path, monkeyp
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # which would be told first
     assert train.main(["--run-dir", str(tmp_path / "run"), "--data", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl: there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["status"], ["train", "--run-dir"]])
+def test_another_users_folder_is_named_with_its_owner_and_mode(tmp_path, command):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "journal.jsonl").touch()
+    folder.chmod(0o000)
+    # Root reads everything but for its capabilities.
+    without = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    words = [*without, sys.executable, "-m", "elastic_ring", *command, str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    folder.chmod(0o700)
+    owner = pwd.getpwuid(os.geteuid()).pw_name
+    told = f"permission denied: {folder} belongs to {owner} (d---------), and this user is {owner}: ask the owner for"
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert told in done.stderr
 
 
 def test_other_steps_over_the_file_of_an_earlier_run_change_the_schedule(tmp_path):

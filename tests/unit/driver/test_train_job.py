@@ -219,7 +219,7 @@ def test_only_a_full_disk_is_told_to_be_freed(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied", "/a/temporary/name")
 
     monkeypatch.setattr(run_storage.os, "fsync", refused)
-    with pytest.raises(ValueError, match=r"cannot be written to \(Permission denied\): give a folder that can$"):
+    with pytest.raises(ValueError, match=r"cannot be written to: /a/temporary/name: permission denied: / belongs to"):
         check_writable(tmp_path / "run")
 
 
