@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 from elastic_ring.control.decisions.detectors import DATA_LIMIT, TOLD_AFTER
 from elastic_ring.errors import JournalDamaged, RecordDamaged
@@ -199,7 +199,7 @@ class Records:
         return cls(status, summary, num_steps, steps, validated, curves, decision, tuple(damaged))
 
 
-def _state_line(folder: Path, status: StatusFile, summary: SummaryFile, news: Callable[[], _News]) -> str:
+def _state_line(folder: Path, status: StatusFile, summary: SummaryFile, news: Callable[[], tuple[float, bool]]) -> str:
     name = status.get("run") or folder.resolve().name
     if status.get("error"):
         return f"run {name}: failed: {status['error']}"
@@ -227,18 +227,12 @@ def _waits_for_disk(folder: Path) -> str:
     return f"waits for the disk, which {fault}, or " if fault else ""
 
 
-class _News(NamedTuple):
+def _news_of(status: StatusFile, now: float, look: Callable[[], Path] | None) -> tuple[float, bool]:
     """How old the status is by this host's clock, and whether the coordinator is silent."""
-
-    age_s: float
-    is_silent: bool
-
-
-def _news_of(status: StatusFile, now: float, look: Callable[[], Path] | None) -> _News:
     age_s = now - float(status.get("updated_unix_s", now))
     if look is None or abs(age_s) <= _STALE_S:
-        return _News(age_s, age_s > _STALE_S)
-    return _News(age_s, changed_status(status, look) is None)
+        return age_s, age_s > _STALE_S
+    return age_s, changed_status(status, look) is None
 
 
 def _versions_lines(config: Path) -> list[str]:
@@ -336,7 +330,7 @@ def human_rate(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _membership_lines(status: StatusFile, news: Callable[[], _News]) -> Iterable[str]:
+def _membership_lines(status: StatusFile, news: Callable[[], tuple[float, bool]]) -> Iterable[str]:
     if status.get("ended"):
         yield _row("members", "none any more")
         return
@@ -351,7 +345,7 @@ def _membership_lines(status: StatusFile, news: Callable[[], _News]) -> Iterable
         yield _row("spares", ", ".join(names) or "none: the next loss makes the mesh smaller")
         if covered := status.get("covered"):
             yield _row("a loss of", "; ".join(f"{loss}: {outcome}" for loss, outcome in covered.items()))
-        if news().is_silent:
+        if news()[1]:
             yield _row("", "members and spares are those of the last news, and may be gone")
 
 
