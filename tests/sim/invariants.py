@@ -187,11 +187,19 @@ def _has(held: Mapping[str, list[HeldCopy]], worker: str, cp_rank: int) -> bool:
 
 
 def _nobody_holds(before: State, after: State, reports: Mapping[str, Report], cp: int, what: str) -> None:
-    """Some shard of the newest state that still counts has no healthy holder."""
+    """Some shard of the newest state that still counts has no healthy holder. A step that was voted counts: who has its
+    gradient of the same mesh can follow."""
     counted = {name: report for name, report in reports.items() if not _is_given_up(report, before)}
-    newest = max([before.committed, *(report.applied for report in counted.values())])
+    votes = [vote for report in counted.values() for vote in (report.vote, report.last_vote) if vote is not None]
+    newest = max([before.committed, *(r.applied for r in counted.values()), *(vote.step + 1 for vote in votes)])
+    voted = {vote.membership_id for vote in votes if vote.step + 1 == newest}
     live = {name for name, worker in after.workers.items() if worker.status == "ready"}
-    held = {r.shard for name, r in counted.items() if name in live and r.healthy and r.applied == newest}
+    held = {
+        r.shard
+        for name, r in counted.items()
+        if name in live and r.healthy
+        if r.applied == newest or (r.applied == newest - 1 and r.has_gradient and r.gradient_membership_id in voted)
+    }
     require(len(held - {None}) < cp, 3, f"{what} taken although every shard has a holder")
 
 
