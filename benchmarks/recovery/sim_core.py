@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--benchmark", action="store_true", help="CPU seconds of forming and of recoveries")
     parser.add_argument("--members", type=list_of(int), default=[2000], help="sizes in it, multiples of cp")
     parser.add_argument("--cp", type=int, default=8, help="ranks of a ring in the benchmark")
-    parser.add_argument("--save", action="store_true", help="write what is printed into benchmarks/results/recovery/")
+    parser.add_argument("--save", action="store_true", help="write what is printed into benchmarks/results/")
     arguments = parser.parse_args()
     if arguments.benchmark:
         return benchmark(arguments.members, arguments.cp, arguments.save)
@@ -115,7 +115,7 @@ def run_many(first: int, num_schedules: int, is_saved: bool) -> int:
     results.show(text)
     if is_saved:
         figures = {"counts": counts, "sources": sources, "ends": ends, "broken": broken}
-        results.save("recovery", f"sim_core-{first}-{last}", text, figures)
+        results.save("simulator", f"sim_core-{first}-{last}", text, figures)
     if broken:
         results.show(f"look closer: python benchmarks/recovery/sim_core.py --replay {broken[0].split()[1].rstrip(':')}")
     return 1 if broken else 0
