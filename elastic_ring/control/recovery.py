@@ -23,6 +23,7 @@ from elastic_ring.control.state import (
     Incident,
     LostWorker,
     Membership,
+    Running,
     State,
     Transition,
     avoided,
@@ -302,12 +303,16 @@ def _step_back(
 
 
 def _wait(ctx: Transition, incident: Incident, short: policy.NotEnoughWorkers) -> None:
-    phase, scaling = expect(ctx.state, Closing), ctx.options.scaling  # a boundary keeps all its members
+    phase, scaling = ctx.phase, ctx.options.scaling
     reason = f"{short.num_missing} more worker(s) for {scaling.min_dp} ring(s) of {scaling.cp}"
     if short.num_crowded:
         reason += f", each with a GPU of its own: {short.num_crowded} are there whose nodes have none left"
     if scaling.cp > 1 and scaling.min_dp == 1:  # else fewer rings would do
         reason += "; a ring keeps its cp: to go on without them, stop the run and submit it with a smaller --cp"
+    if isinstance(phase, Running):  # a node has fewer GPUs than at the last build
+        begin_closing(ctx, phase.membership, incident, f"no mesh at the boundary: {reason}")
+        return
+    phase = expect(ctx.state, Closing)
     if phase.waiting != reason:
         ctx.edit_phase(waiting=reason, incident=incident)
         ctx.explain(f"every shard is held; waiting for {reason}")

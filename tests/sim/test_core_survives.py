@@ -32,6 +32,12 @@ def test_every_random_schedule_keeps_the_invariants_and_ends(first: int) -> None
     assert len(finished) >= 60, "most schedules leave capacity enough to finish"
 
 
+@pytest.mark.parametrize("seed", [22099, 26656])
+def test_a_node_that_has_fewer_gpus_at_a_boundary_ends_no_run(seed: int) -> None:
+    """The core raised, which ended the coordinator."""
+    assert simulate(seed).end.message == "all steps committed"
+
+
 def test_a_seed_replays_exactly() -> None:
     assert simulate(17) == simulate(17)
 
