@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -87,11 +88,16 @@ def coloured() -> Iterator[None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status, 2 for a command that does not exist, 1 where nobody reads on."""
+    if argv is None:  # the process is this command's: a call to a Ray that it has left starts no other one
+        os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         try:
             with plain_terminal():
                 return _run(argv)
         finally:
+            if argv is None:  # the interpreter exits: Ray's own handlers print a traceback at a signal
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, lambda number, _: os._exit(128 + number))
             sys.stdout.flush()  # what is left fails here, not when the interpreter exits
     except PermissionError as error:
         if error.filename is None:

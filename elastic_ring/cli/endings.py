@@ -10,12 +10,11 @@ from elastic_ring.runtime.driver import stops
 
 @dataclass(frozen=True)
 class Ending:
-    """`status`: text if it has the signal's number in it. `begins`: the last line, behind `elastic-ring train: ` except
-    after a complete run and while Ray is left; capital letters stand for others. `kind`: of the error that ends the
-    command so; None if no error does."""
+    """`begins`: the last line, behind `elastic-ring train: ` except after a complete run; capital letters stand for
+    others. `kind`: of the error that ends the command so; None if no error does."""
 
     how: str
-    status: int | str
+    status: int
     begins: str
     then: str
     kind: type[BaseException] | None = None
@@ -35,11 +34,11 @@ ENDINGS = (
     Ending("any before training", STOPPED, stops.EARLY, "", KeyboardInterrupt),
     Ending("a second one", STOPPED, f"{stops.AT_ONCE}; ", "wait until it is cleared", KeyboardInterrupt),
     Ending("any, without a head", STOPPED, stops.HEAD_IS_GONE, "start Ray; " + RESUMES, KeyboardInterrupt),
-    Ending("signal N while Ray is left", "128 + N", "signal N: ", "nothing: the run is over"),
+    Ending("any while Ray is left", STOPPED, stops.LEFT, "nothing: the run is over", KeyboardInterrupt),
     Ending("SIGKILL", 137, "", "submit again within `lease_s`: it attaches"),
 )
 """The first whose `kind` an error is."""
 
 
 def status_of(error: BaseException) -> int:
-    return next(int(ending.status) for ending in ENDINGS if ending.kind is not None and isinstance(error, ending.kind))
+    return next(ending.status for ending in ENDINGS if ending.kind is not None and isinstance(error, ending.kind))

@@ -22,7 +22,7 @@ from elastic_ring.gpus import GPUS, gpu_type
 from elastic_ring.runtime.agent.memory_guard import RAY_THRESHOLD_VARIABLE
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.driver.access import NAMESPACE
-from elastic_ring.runtime.driver.stops import StopSignal, heeding
+from elastic_ring.runtime.driver.stops import LEFT, StopSignal, heeding
 from elastic_ring.runtime.ray_head import RECONNECT, RECONNECT_S
 
 log = logging.getLogger(__name__)
@@ -158,14 +158,11 @@ def leave_ray() -> None:
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """A signal ends this process at once: the run has ended or is cleared, and only Ray is still being shut down. The
+    """A signal raises StopSignal at once: the run has ended or is cleared, and only Ray is still being shut down. The
     processes of a Ray that this process started end with it."""
 
     def leave(number: int, frame: object) -> None:
-        log.warning(
-            "signal %d: this command ends while it leaves Ray; the run is over or left to its coordinator", number
-        )
-        os._exit(128 + number)
+        raise StopSignal(f"{LEFT} (signal {number}); the run is over, or left to its coordinator")
 
     with heeding(leave):
         yield

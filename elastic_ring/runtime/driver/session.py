@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.exceptions import RaySystemError
 
 from elastic_ring.config import RunConfig
 from elastic_ring.monitor.callbacks import STOPPED_BY_USER
@@ -38,7 +39,10 @@ def lease(coordinator: Any, period_s: float) -> Iterator[None]:
 
     def renew() -> None:
         while not over.wait(period_s) and ray.is_initialized():
-            coordinator.renew.remote()
+            try:
+                coordinator.renew.remote()
+            except RaySystemError:  # left meanwhile
+                return
 
     thread = threading.Thread(target=renew, name="lease", daemon=True)
     thread.start()
@@ -85,6 +89,8 @@ def _stopped(run: RunConfig, attempt: str, followed: list[Any], *, saves: bool) 
     def clear() -> None:
         try:
             clearing.set_result(_cleared(run, attempt, followed, head_gone, saves=saves))
+        except RaySystemError:  # Ray was left meanwhile
+            clearing.set_result(NOBODY_CLEARS)
         except BaseException as error:
             clearing.set_exception(error)
 

@@ -14,6 +14,7 @@ UNSAVED = f"{STOPPED}, without a new checkpoint"
 AT_ONCE = f"{STOPPED} at once"
 EARLY = f"{STOPPED} before training began"
 HEAD_IS_GONE = f"{STOPPED}; the head of the Ray cluster is gone"
+LEFT = f"{STOPPED} while Ray was left"
 """How the last line of a command that is stopped begins."""
 
 

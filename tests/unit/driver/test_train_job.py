@@ -73,10 +73,11 @@ ERRORS = {
             "these, no time to save": "stopped, without a new checkpoint (timeouts.stop_save_s=2); nothing is left",
             "a second one": f"stopped at once; {session.GOES_ON}",
             "any, without a head": session.NOBODY_CLEARS,
+            "any while Ray is left": "stopped while Ray was left (signal 15); the run is over",
         }.items()
     },
 }
-ELSEWHERE = {"all steps are done, now or before", "signal N while Ray is left", "SIGKILL"}
+ELSEWHERE = {"all steps are done, now or before", "SIGKILL"}
 """Ends of real commands: `tests/ray/clusters/test_jobs.py`, `tests/unit/driver/test_session.py`."""
 
 
