@@ -91,11 +91,21 @@ def check_decision(world: simulator.World, before: State, after: State, commands
 
 
 def _check_nobody_holds(world: simulator.World, before: State) -> None:
-    """A run goes back only where a shard of the newest step has no healthy holder."""
-    workers = [world.workers[name] for name in sorted(world.healthy_reports & set(before.workers))]
-    sound = [w for w in workers if w.alive and not w.poisoned and w.shard is not None and w.state_id >= world.given_up]
-    newest = max([before.committed, *(worker.applied for worker in sound)])
-    held = {worker.shard.cp_rank for worker in sound if worker.shard is not None and worker.applied == newest}
+    """A run goes back only where a shard of the newest step has no healthy holder. A step of which a survivor has the
+    vote counts; who has its gradient of the same mesh holds it."""
+    counted = [world.workers[name] for name in sorted(world.workers.keys() & before.workers.keys())]
+    counted = [worker for worker in counted if worker.alive and worker.state_id >= world.given_up]
+    votes = [worker.vote for worker in counted if worker.vote is not None]
+    sound = [w for w in counted if w.name in world.healthy_reports and not w.poisoned and w.shard is not None]
+    newest = max([before.committed, *(worker.applied for worker in sound), *(vote.step + 1 for vote in votes)])
+    voted = {vote.membership_id for vote in votes if vote.step + 1 == newest}
+    held = {
+        worker.shard.cp_rank
+        for worker in sound
+        if worker.shard is not None
+        if worker.applied == newest
+        or (worker.gradient is not None and worker.gradient in {(newest - 1, i) for i in voted})
+    }
     require(
         len(held) < world.options.scaling.cp, 3, "every shard has a holder, but a checkpoint or copies replace them"
     )
