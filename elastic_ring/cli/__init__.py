@@ -89,7 +89,9 @@ def coloured() -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status, 2 for a command that does not exist, 1 where nobody reads on."""
     if argv is None:  # the process is this command's: a call to a Ray that it has left starts no other one
-        os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+        from elastic_ring.config import environment
+
+        environment().setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         try:
             with plain_terminal():
