@@ -23,6 +23,7 @@ from elastic_ring.monitor.metrics import read_metrics
 from elastic_ring.runtime.coordinator.node_monitor import POLL_S
 from elastic_ring.runtime.driver.cluster import workers_on
 from tests.ray.conftest import (
+    are_apart,
     bits,
     check_records,
     cluster_of,
@@ -30,6 +31,7 @@ from tests.ray.conftest import (
     fault_free,
     finished,
     num_steps,
+    placements,
     status,
     tiny_trainer,
     wait_for,
@@ -234,6 +236,23 @@ def test_a_mesh_on_one_node_moves_apart_when_another_comes_and_outlives_the_node
     assert bits(result.summary) == bits(calm)
     moved, lost = result.summary["recoveries"]
     assert (moved["action"], moved["steps_rerun"], moved["steps_undone"]) == ("drained", 0, 0)
+    assert (lost["source"], lost["steps_undone"]) == ("replica", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("num_nodes", [2, 3])
+def test_holders_begin_apart_and_the_node_of_rank_0_may_die(tmp_path, undisturbed, num_nodes):
+    with cluster_of(*num_nodes * [{"num_cpus": 6}]):
+        calm = fault_free(undisturbed, tmp_path)
+        faults = "kill-node@step=4,phase=backward,rank=0"
+        result = finished(tiny_trainer(tmp_path, "begun-apart", spares=1, min_dp=2, faults=faults))
+    assert bits(result.summary) == bits(calm)
+    first, *_, last = placements(result.path)
+    assert are_apart(first)
+    assert first[0] not in last
+    assert are_apart(last) == (num_nodes > 2)
+    (lost, *_) = result.summary["recoveries"]
     assert (lost["source"], lost["steps_undone"]) == ("replica", 0)
 
 
