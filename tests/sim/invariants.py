@@ -140,13 +140,13 @@ def _stepped_back(before: State, after: State, build: Build, chosen: SnapshotId,
     limit = _only_before(before)
     require(limit is None or chosen.step < limit, 3, f"back to {chosen}, which is not before step {limit}")
     require(build.keep is not None and build.keep <= chosen, 3, f"{build.keep} is to be kept, which {chosen} replaces")
-    live = {name for name, worker in after.workers.items() if worker.status == "ready"}
+    live, every = {name for name, worker in after.workers.items() if worker.status == "ready"}, reports
     reports = {name: report for name, report in reports.items() if name in live and report.healthy}
     if limit is None:
         _nobody_holds(before, after, reports, build.mesh.cp, "snapshots are")
     stored = max([c.step for c in after.checkpoints if limit is None or c.step < limit], default=-1)
     require(stored <= chosen.step, 3, f"back to step {chosen.step} although step {stored} is in a checkpoint")
-    _undone_once(before, after, chosen, reports)
+    _undone_once(before, after, chosen, every)
     newest = _newest_held(reports, before, build.mesh.cp, limit)
     require(newest == chosen, 3, f"back to {chosen} although {newest} is held")
     held = {worker: [copy for copy in report.copies if copy.snapshot == chosen] for worker, report in reports.items()}
@@ -166,7 +166,8 @@ def _stepped_back(before: State, after: State, build: Build, chosen: SnapshotId,
 
 
 def _undone_once(before: State, after: State, chosen: SnapshotId, reports: Mapping[str, Report]) -> None:
-    """The steps undone are those since the chosen snapshot, without any that were given up before."""
+    """The steps undone are those since the chosen snapshot, without any that were given up before. A step that a member
+    reports which holds nothing healthy any more was committed, too."""
     if not isinstance(before.phase, Closing) or after.last_change is None:
         return
     counted = [report for report in reports.values() if not _is_given_up(report, before)]
