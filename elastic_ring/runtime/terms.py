@@ -104,6 +104,7 @@ class Terms:
         # No two may write the same, where the storage does not exclude.
         claim = {"attempt": attempt, "host": host, "unix_s": now_s, "id": claim_id}
         if not self._storage.create(_name(term), json.dumps(claim).encode()):
+            self._last = term  # a listing may hide it
             return None
         self._last, self._read[term] = term, TermClaim(term, attempt, host, claim_id, since(now_s))
         return self._read[term]

@@ -326,7 +326,7 @@ def check_folds(trainer: ElasticRingTrainer, facts: list[Fact], summary: dict[st
 def check_records(trainer: ElasticRingTrainer, result: Result) -> None:
     """The journal replays to the same commands and its facts fold to the summary, no decision in it broke an invariant,
     the weights' file has the digest of the summary, nobody is a member any more, and the versions are recorded."""
-    run_spec = RunSpec(trainer.run_config, trainer.scaling_config, trainer.task, "", "", 0.0, "")
+    run_spec = RunSpec(trainer.run_config, trainer.scaling_config, trainer.task, "", "", "")
     options = control_options(run_spec)
     journal = standing(read(result.path / JOURNAL_NAME))
     check_folds(trainer, [fact for line in journal if (fact := fact_of(line)) is not None], result.summary)

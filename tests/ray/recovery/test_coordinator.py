@@ -214,9 +214,7 @@ def test_a_coordinator_that_died_before_the_summary_was_written_writes_it_when_i
     (first.path / "summary.json").unlink()
     (begin,) = notes(first.path, "begin")
     fingerprint = open_source(trainer.task.data).fingerprint
-    run_spec = RunSpec(
-        trainer.run_config, trainer.scaling_config, trainer.task, begin["attempt"], "", time.time(), fingerprint
-    )
+    run_spec = RunSpec(trainer.run_config, trainer.scaling_config, trainer.task, begin["attempt"], "", fingerprint)
     name = actor_name("last-words", "coordinator")
     again = (
         ray.remote(Coordinator)

@@ -96,9 +96,7 @@ def trainer_of(folder: Path, name: str = "damaged", seed: int = 0, steps: int = 
 
 def spec_of(trainer: ElasticRingTrainer, attempt: str, **more: Any) -> RunSpec:
     run = trainer.run_config
-    return RunSpec(
-        run, trainer.scaling_config, trainer.task, attempt, "", 50.0, "", trainer.submission().identity, **more
-    )
+    return RunSpec(run, trainer.scaling_config, trainer.task, attempt, "", "", trainer.submission().identity, **more)
 
 
 def step_of(step: int, seed: int) -> StepMetrics:

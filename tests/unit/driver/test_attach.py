@@ -253,7 +253,7 @@ class Refusing:
 
 def test_a_start_that_is_refused_at_the_call_is_told_with_its_reason():
     told: list[Any] = []
-    run_spec = RunSpec(RunConfig("refused", run_dir="nowhere"), ScalingConfig(), None, "a", "", 0.0, "")  # type: ignore[arg-type]
+    run_spec = RunSpec(RunConfig("refused", run_dir="nowhere"), ScalingConfig(), None, "a", "", "")  # type: ignore[arg-type]
     cluster: Any = Refusing()
     dispatch = Dispatcher(run_spec, "", cluster, None, None, told.append)
     dispatch._start_on("w3", None)

@@ -139,7 +139,7 @@ def test_what_opens_from_now_on_at_this_address_takes_connections_of_the_peers_h
 def test_only_the_members_hosts_reach_the_store_of_a_generation() -> None:
     """By their nodes' addresses and those from which they come; everybody where one of them is not known, and after a
     build that did not come to its end."""
-    run_spec = RunSpec(RunConfig("r", run_dir="nowhere"), ScalingConfig(), None, "a", "", 0.0, "")  # type: ignore[arg-type]
+    run_spec = RunSpec(RunConfig("r", run_dir="nowhere"), ScalingConfig(), None, "a", "", "")  # type: ignore[arg-type]
     build = Build("c", "w0", 1, 2, PAIR, ("w0", "w1"), 0, None, (), True)
     came_from = "127.0.0.4"
     nodes: Any = SimpleNamespace(addresses_of=lambda worker: ("127.0.0.2", came_from))
@@ -177,7 +177,7 @@ def test_a_rank_that_builds_takes_connections_from_its_peers_hosts(pair: Members
 
 def test_the_store_of_a_generation_is_gone_with_all_connections_once_its_members_have_come(pair: Membership) -> None:
     """And they need it no more: what a stranger put there, and who held it open, is gone."""
-    run_spec = RunSpec(RunConfig("r", run_dir="nowhere"), ScalingConfig(), None, "a", "", 0.0, "")  # type: ignore[arg-type]
+    run_spec = RunSpec(RunConfig("r", run_dir="nowhere"), ScalingConfig(), None, "a", "", "")  # type: ignore[arg-type]
     nodes: Any = SimpleNamespace(addresses_of=lambda worker: (HOST, HOST))
     dispatch = Dispatcher(run_spec, HOST, None, nodes, None, None)  # type: ignore[arg-type]
     build = Build("c", "w0", 1, 2, PAIR, ("w0", "w1"), 0, None, (), True)

@@ -143,7 +143,7 @@ def test_the_mean_over_tokens_that_count_is_the_same_on_every_mesh(four: Members
     steps = [train_as_plain(four, mesh, task, plain) for mesh in meshes]
     assert len({tuple(samples_text(samples) for _, samples in results) for results in steps}) == 1
     four.all(begin, four.meeting(), SQUARE, replace(task, data=MaskedText(counts=False)))
-    assert [float.fromhex(loss) for loss, _ in four.all(run_steps, 2)[0]] == [0.0, 0.0]
+    assert all(math.isnan(float.fromhex(loss)) for loss, _ in four.all(run_steps, 2)[0])
     assert math.isnan(four.all(validate)[0]["val_loss"])
     assert all(part.isfinite().all() for slices in four.all(own_slices) for part in slices.values())
 
