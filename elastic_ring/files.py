@@ -38,9 +38,7 @@ _USER = (
     r"""|[^/?#\s'"@:\[]*:(?!\d{1,5}\b)(?:(?!://)[^\n@]){0,100}?"""
 )
 """Name and password; a password as people type it may hold what ends a host, spaces and quotes, but a port is none."""
-_URL = re.compile(
-    rf"""(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]{{0,29}})://(?:({_USER})@)?([^?#\s'"]*)([?#][^\s'"]*)?"""
-)
+_URL = re.compile(rf"""([A-Za-z][A-Za-z0-9+.-]{{0,29}})://(?:({_USER})@)?([^?#\s'"]*)([?#][^\s'"]*)?""")
 _AZURE = ("abfs", "abfss", "az", "wasb", "wasbs")  # there the name before the @ is the container's
 _PATTERNS = ("file", "gs", "gcs", "local", "s3")  # there a question mark is part of a name or a pattern
 

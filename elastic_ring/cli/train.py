@@ -359,7 +359,7 @@ def _begins_at_once(settings: TrainSettings) -> bool:
 
     _check(settings)
     check_lasting(settings.run.driver_folder)
-    check_writable(settings.run.driver_folder)
+    check_writable(settings.run.driver_folder, holds_run=not settings.run.is_remote)
     if not settings.run.is_remote:  # a finished run's data may be gone
         _list_text(settings)
     return True

@@ -45,8 +45,9 @@ RECORDS = frozenset({CONFIG_NAME, JOURNAL_NAME, STATUS_NAME, SUMMARY_NAME, "term
 """One of them at least is in a run's folder."""
 
 
-def check_writable(folder: Path) -> None:
-    """Raises ValueError for a run folder that cannot be written to, or that holds files and no run's records."""
+def check_writable(folder: Path, *, holds_run: bool = True) -> None:
+    """Raises ValueError for a run folder that cannot be written to, or that holds files and no run's records. A folder
+    that `holds_run` needs all calls of a run's storage; others have a driver's own files."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"run_dir={str(folder)!r} is a file: give a folder, or a name that does not exist yet")
     for parent in folder.parents:
@@ -62,7 +63,8 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=there) as file:
             file.write(bytes(FIRST_RECORDS_BYTES))  # a full disk often still accepts an empty file
             file.flush()
-            try_calls(there)
+            if holds_run:
+                try_calls(there)
             os.fsync(file.fileno())
     except StorageFailed as error:
         raise ValueError(f"run_dir={str(folder)!r}: {error.message}: {OTHER_FILE_SYSTEM}") from error
@@ -236,6 +238,9 @@ class Mirror:
             return
         self._ask()
         with self._lock:
+            # Before the lines that they count: a copy of a status must not be ahead of the journal's.
+            paths = [path for path in map(self._run.folder.joinpath, REPLACED) if path.exists()]
+            replaced = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
             for name in APPENDED:
                 self._append(storage, name)
             if not self._is_current and _current_term(storage) <= self._term:
@@ -244,11 +249,15 @@ class Mirror:
                     if 0 <= _term_of(piece) < self._term:
                         storage.remove(piece)
                 self._is_current = True
-            for path in (*map(self._run.folder.joinpath, REPLACED), *self._run.folder.glob(f"*{DAMAGED}*")):
-                changed_ns = path.stat().st_mtime_ns if path.exists() else 0
-                if changed_ns and changed_ns != self._seen.get(path.name):
-                    storage.replace(path.name, path.read_bytes())
-                    self._seen[path.name] = changed_ns
+            replaced |= {
+                path.name: (path.stat().st_mtime_ns, path.read_bytes())
+                for path in self._run.folder.glob(f"*{DAMAGED}*")
+                if path.stat().st_mtime_ns != self._seen.get(path.name)
+            }
+            for name, (changed_ns, data) in replaced.items():
+                if changed_ns != self._seen.get(name):
+                    storage.replace(name, data)
+                    self._seen[name] = changed_ns
 
     def abandon(self) -> None:
         """The run is another submission's: nothing is copied any more."""

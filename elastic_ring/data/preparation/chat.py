@@ -107,28 +107,28 @@ def _message(number: int, turn: Any) -> tuple[Message, bool]:
     return {**turn, "role": roles[role], "content": content}, all(flags.values())
 
 
-def _with_arguments(message: Message, *, as_mapping: bool) -> Message:
+def _with_arguments(message: Message, kind: type | None) -> Message:
     """The message with the arguments of its calls as the template takes them. Records have them as a mapping, or as
     OpenAI's text of one, which a template that writes JSON would put in quotes once more."""
     calls = message.get("tool_calls")
-    if not isinstance(calls, list):
+    if not isinstance(calls, list) or kind is None:
         return message
-    return cast(Message, {**message, "tool_calls": [_with_call_arguments(call, as_mapping) for call in calls]})
+    return cast(Message, {**message, "tool_calls": [_with_call_arguments(call, kind) for call in calls]})
 
 
-def _with_call_arguments(call: Any, as_mapping: bool) -> Any:
+def _with_call_arguments(call: Any, kind: type) -> Any:
     if not isinstance(call, Mapping):
         return call
     if "function" in call:
-        return {**call, "function": _with_call_arguments(call["function"], as_mapping)}
+        return {**call, "function": _with_call_arguments(call["function"], kind)}
     arguments = call.get("arguments")
-    if isinstance(arguments, str) and as_mapping:
+    if isinstance(arguments, str) and kind is dict:
         try:
             parsed = plain_json(arguments)
         except ValueError:
             return call
         return {**call, "arguments": parsed} if isinstance(parsed, Mapping) else call
-    if isinstance(arguments, Mapping) and not as_mapping:
+    if isinstance(arguments, Mapping) and kind is str:
         return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return call
 
@@ -161,7 +161,7 @@ class ChatTokenizer:
             ) from error
         self._has_marks = bool(MARKS.search(template)) and self._tokenizer.is_fast
         self._way_out = ("" if self._has_marks else PUT_MARKS) + "leave such conversations out"
-        self._takes_mappings = self._takes_mapping(CALL)
+        self._arguments = self._kind_of_arguments()
         identity = [RULES, plain.sha256, template, self._tokenizer.special_tokens_map]
         self.sha256 = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
@@ -173,7 +173,7 @@ class ChatTokenizer:
 
     def _encode(self, messages: list[Message], turns: list[int], tools: list[Any] | None) -> tuple[Tokens, Counted]:
         masks: list[Any] = []
-        messages = [_with_arguments(message, as_mapping=self._takes_mappings) for message in messages]
+        messages = [_with_arguments(message, self._arguments) for message in messages]
         if self._has_marks:
             encoding = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -189,15 +189,21 @@ class ChatTokenizer:
             return tokens[:-1], counted
         return tokens, np.append(counted, False)
 
-    def _takes_mapping(self, arguments: Mapping[str, str]) -> bool:
-        """Whether the template takes a call's arguments as a mapping, as transformers documents it; others join them as
-        text."""
-        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
-        turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    def _kind_of_arguments(self) -> type | None:
+        """Whether the template takes a call's arguments as a mapping, as transformers documents it, or joins them as
+        text. None where neither is known; they stay as a record has them."""
+        if str(CALL) not in (self._with_call(CALL) or str(CALL)):
+            return dict
+        return str if self._with_call(json.dumps(CALL)) is not None else None
+
+    def _with_call(self, arguments: object) -> str | None:
+        """What the template writes of a call with these arguments; None where it refuses it."""
+        call = {"id": "000000000", "type": "function", "function": {"name": "look", "arguments": arguments}}
+        turns = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
-            return str(arguments) not in self._tokenizer.apply_chat_template(turns, tokenize=False)
+            return str(self._tokenizer.apply_chat_template(turns, tokenize=False))
         except Exception:  # templates raise what they like
-            return False
+            return None
 
     def _by_prefixes(
         self, messages: list[Message], turns: Sequence[int], tools: list[Any] | None

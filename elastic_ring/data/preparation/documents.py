@@ -268,7 +268,9 @@ class _SpanReader:
             tokens = "; tokens are trained on with --data shards:URI" if self.content.is_text else ""
             self._refuse(f"has no column {self._missing_columns(schema.names)}{tokens}")
         elif not self.content.is_text:
-            columns += [name for name in ("system", "tools") if name in schema.names and name not in columns]
+            columns += [
+                name for name in ("completion", "system", "tools") if name in schema.names and name not in columns
+            ]
             return columns
         for name in columns:
             if schema.names.count(name) > 1:

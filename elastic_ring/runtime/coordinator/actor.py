@@ -246,7 +246,7 @@ class Decider:
         self.shutdown = Shutdown(self)
         self.cause = CauseIds("coordinator")
         self.num_read = 0  # lines of the journal
-        self.saves_as = run_spec.run.checkpoint_config
+        self.saves_as, self._saves_unsent = run_spec.run.checkpoint_config, False
 
     def run(self) -> None:
         stages = Stages("its process and imports")
@@ -397,8 +397,11 @@ class Decider:
             limit = f"{limit_s:g} s (checkpoint.fail_after_s={limit_s:g})"
             self.shutdown.finish("StorageFailed", f"no checkpoint could be written for {limit}; last: {reason}")
         # After a checkpoint that was not written the next one is not left to an interval of an hour.
-        if isinstance(self.state.phase, Running) and self.storage.checkpoints.tries.take_retry():
-            self._decide(CheckpointDue(self.cause()))
+        if isinstance(self.state.phase, Running) and (
+            self._saves_unsent or self.storage.checkpoints.tries.take_retry()
+        ):
+            self._saves_unsent = False
+            self._decide(CheckpointDue(self.cause()))  # it brings new intervals to rank 0, too
         self.node_monitor.be_patient(patience_s(self.state, self.recorder.since_saved_s(self.state)))
         self._refresh()  # a step may take longer than the age at which status calls a run silent
         self.services.metrics.export(self.state)
@@ -477,7 +480,7 @@ class Decider:
             if self.is_ready:  # else an earlier coordinator has noted it
                 self.note({"note": "saves_as", "now": self.clock(), "saves_as": vars(config)})
                 self.recorder.recoveries.say(f"checkpoints from now on as a submission has them: {config}")
-                self._decide(CheckpointDue(self.cause()))  # which brings them to rank 0
+            self._saves_unsent = True
 
     def _on_event(self, event: Event, extra: Mapping[str, Any]) -> None:
         match event:

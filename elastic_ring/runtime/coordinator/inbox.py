@@ -193,5 +193,6 @@ class DriverFeed:
     def news(self, after_step: int, generation: int = 0) -> News:
         """What a driver lacks that has `after_step` of this generation; one that went back has earlier steps again."""
         ended = self.ended  # first: what comes with it is then complete
-        steps = [m for m in self._steps if m.step > after_step or 0 < generation < m.generation]
+        newest = (generation, after_step)
+        steps = [m for m in self._steps if ((m.generation if generation else 0), m.step) > newest]
         return {"steps": steps, **self._outline, "ended": ended}

@@ -76,6 +76,10 @@ class TimedLine(TypedDict, total=False):
     offset_s: float
 
 
+MOST_HOLDS = 1000
+"""Waits whose moment is known; what began before the oldest of them is not asked for any more."""
+
+
 class Clock:
     """Seconds on the host's monotonic clock, from an origin that the coordinators of a run share: setting the wall
     clock changes no duration. Waits of `hold`, in which nobody could act, do not count; in `whole` they do."""
@@ -83,23 +87,25 @@ class Clock:
     def __init__(self, monotonic: Callable[[], float] = time.monotonic, offset_s: float | None = None) -> None:
         self._monotonic = monotonic
         self._offset_s = time.time() - monotonic() if offset_s is None else offset_s
-        self._holds: list[tuple[float, float]] = []  # (when by this clock, how long)
+        self._holds: list[tuple[float, float]] = []  # (when by this clock, how long), the newest MOST_HOLDS
+        self._held_s = 0.0
         self.is_continuous = True
         """Whether all coordinators of this run had the same monotonic clock."""
 
     def __call__(self) -> float:
-        return self.whole() - sum(for_s for _, for_s in self._holds)
+        return self.whole() - self._held_s
 
     def whole(self) -> float:
         return self._offset_s + self._monotonic()
 
     def whole_of(self, at: float) -> float:
         """The moment `at` of this clock in seconds of `whole`."""
-        return at + sum(for_s for since, for_s in self._holds if since < at)
+        return at + self._held_s - sum(for_s for since, for_s in self._holds if since >= at)
 
     def hold(self, for_s: float) -> None:
         """The last seconds do not count: who waits by this clock has not been able to act in them."""
-        self._holds.append((self() - for_s, for_s))
+        self._holds = [*self._holds[-MOST_HOLDS + 1 :], (self() - for_s, for_s)]
+        self._held_s += for_s
 
     def origin(self) -> TimedLine:
         """What a note of the journal says of this clock."""
@@ -110,6 +116,7 @@ class Clock:
         or from the wall clock, whichever is later."""
         origins = [line for line in lines if "offset_s" in line]
         self._holds.clear()
+        self._held_s = 0.0
         self.is_continuous = all(line["boot"] == boot_id() for line in origins)
         if origins and origins[-1]["boot"] == boot_id():
             self._offset_s = origins[-1]["offset_s"]

@@ -241,7 +241,7 @@ class Submission:
         check_shadows(Path.cwd(), sys.modules)
         fingerprint = at_submission(lambda: fingerprint_of(self.task), self.run.timeouts.storage_s)
         training_order(self.task)
-        check_writable(self.run.driver_folder)
+        check_writable(self.run.driver_folder, holds_run=not self.run.is_remote)
         self.find_resume()
         check_task(self.task, self.scaling.cp, self.scaling.device)
         if self.run.notices:

@@ -136,8 +136,9 @@ def check_shadows(folder: Path, modules: Mapping[str, ModuleType]) -> None:
     of the loaded `modules`: Ray puts that directory first on the path of its workers."""
     own = __name__.partition(".")[0]
     for path in sorted([*folder.glob("*.py"), *(path.parent for path in folder.glob("*/__init__.py"))]):
-        loaded = getattr(modules.get(path.stem), "__file__", None)
-        if loaded and path.stem != own and not Path(loaded).resolve().is_relative_to(path.resolve()):
+        name = path.name.removesuffix(".py")
+        loaded = getattr(modules.get(name), "__file__", None)
+        if loaded and name not in (own, "__main__") and not Path(loaded).resolve().is_relative_to(path.resolve()):
             raise ValueError(
                 f"{path}: Ray's workers would import it in place of {loaded}: rename it, or start in another folder"
             )

@@ -24,7 +24,7 @@ from elastic_ring.state.checkpoints.manifest import (
     read_manifest,
 )
 from elastic_ring.state.storage.backend import Entry, Upload
-from elastic_ring.state.storage.folder import PROBE, Storage, now_unix_s
+from elastic_ring.state.storage.folder import PROBE, Storage, unchanged_before
 
 UNFINISHED_AFTER_S = 3600.0
 """No writer takes so long between two files of one checkpoint."""
@@ -66,7 +66,7 @@ def leftovers(storage: Storage, unfinished_after_s: float = UNFINISHED_AFTER_S) 
     last_s: dict[str, float] = defaultdict(float)
     for entry in entries:
         last_s[_attempt(entry.path)] = max(last_s[_attempt(entry.path)], entry.modified_unix_s)
-    ended_s = now_unix_s(storage) - unfinished_after_s if unfinished_after_s else math.inf
+    ended_s = unchanged_before(storage, unfinished_after_s)
 
     def is_left(path: str, touched_unix_s: float) -> bool:
         parts = path.split("/")

@@ -153,7 +153,7 @@ class Storage:
 
     def remove_empty_folders(self, name: str, unchanged_s: float) -> None:
         """Remove the empty folders below `name` that were not changed for `unchanged_s`; object stores have none."""
-        before_unix_s = now_unix_s(self) - unchanged_s if unchanged_s else math.inf
+        before_unix_s = unchanged_before(self, unchanged_s)
         with _failing(self, "cannot be removed", name):
             self._files.remove_empty_folders(self.at(name), before_unix_s)
 
@@ -226,6 +226,18 @@ class Storage:
     def _stream(self, name: str, start: int = 0, num_bytes: int | None = None) -> Iterator[bytes]:
         size = _entry(self, name).num_bytes
         return self._files.read(self.at(name), start, size if num_bytes is None else min(size, start + num_bytes))
+
+
+def unchanged_before(storage: Storage, for_s: float) -> float:
+    """What was changed before this moment, by the storage's clock, was not changed for `for_s`; 0: whatever the time. A
+    full storage tells no time, and nothing counts as old then."""
+    if not for_s:
+        return math.inf
+    try:
+        return now_unix_s(storage) - for_s
+    except StorageFailed as error:
+        logger.warning("%s tells no time: only what newer checkpoints replace is removed (%s)", storage.uri, error)
+        return -math.inf
 
 
 def now_unix_s(storage: Storage) -> float:

@@ -98,6 +98,7 @@ def test_a_driver_that_follows_is_shown_the_steps_again_where_the_run_goes_back(
         shown += [(new.generation, new.step) for new in feed.news(newest[1], newest[0])["steps"]]
     assert shown == [*((1, step) for step in range(4)), *((3, step) for step in range(2, 6))]
     assert feed.news(5, 3)["steps"] == []
+    assert feed.news(3, 3)["steps"] == feed.news(5, 1)["steps"][-2:], "none of the branch that is undone"
 
 
 @pytest.fixture

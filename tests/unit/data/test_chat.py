@@ -150,6 +150,9 @@ def test_of_a_prompt_and_its_completion_the_completion_counts(saved: Path, tmp_p
         manifest = chat(tmp_path / name, write(tmp_path / f"{name}.jsonl", records), folder)
         found = [counted_text(saved, document) for document in counted_of(tmp_path / name, manifest)]
         assert found == ["two" + CLOSE, "four" + CLOSE]
+    pq.write_table(pa.table({"prompt": ["one"], "completion": ["two"], "extra": ["x"]}), tmp_path / "a.parquet")
+    manifest = chat(tmp_path / "table", tmp_path / "a.parquet", saved)
+    assert [counted_text(saved, each) for each in counted_of(tmp_path / "table", manifest)] == ["two" + CLOSE]
     single = tmp_path / "one.json"
     single.write_text(json.dumps({"prompt": "one", "completion": "two"}, indent=1))
     assert chat(tmp_path / "single", single, saved).num_documents == 1
@@ -167,17 +170,19 @@ CALLS = PLAIN.replace(
         "{{ call.function.arguments | tojson }}",
         "{{ '' + call.function.arguments }}",
         "{{ call.function.arguments }}",
+        "{% if call.id | length != 9 or messages[0].content | length == 0 %}{{ raise_exception('no') }}{% endif %}"
+        "{{ call.function.arguments | tojson }}",
         "{% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}"
         "{{ call.function.arguments | tojson }}{% endif %}",
     ],
-    ids=["a mapping", "text", "text, or a mapping as Python writes it", "either"],
+    ids=["a mapping", "text", "text, or a mapping as Python writes it", "strict", "either"],
 )
 def test_arguments_of_a_call_are_written_once_whether_a_record_has_a_mapping_or_its_text(
     saved: Path, tmp_path: Path, writes: str
 ) -> None:
     folder = other(saved, tmp_path / "tokenizer", CALLS.replace("WRITES", writes))
     for number, arguments in enumerate(({"city": "Bern"}, '{"city": "Bern"}')):
-        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": arguments}}
         turns = [messages("one")[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
         path = write(tmp_path / f"{number}.jsonl", [{"messages": turns}])
         manifest = chat(tmp_path / f"out{number}", path, folder)

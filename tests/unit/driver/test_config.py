@@ -398,4 +398,7 @@ def test_a_file_that_workers_would_import_in_place_of_a_library_is_refused(tmp_p
     (tmp_path / "pydantic" / "__init__.py").touch()
     with pytest.raises(ValueError, match="pydantic: Ray's workers"):
         check_shadows(tmp_path, sys.modules)
+    (tmp_path / "pydantic").rename(tmp_path / "pydantic.bak")
+    (tmp_path / "__main__.py").touch()
+    check_shadows(tmp_path, sys.modules)
     check_shadows(Path(__file__).parents[3], sys.modules)

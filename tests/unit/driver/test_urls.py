@@ -57,6 +57,7 @@ STORE = f"memory://me:{SECRET}@store"  # fsspec's own, in this process; the name
         ("s3://u:hun ter2@h/x", "s3://h/x"),
         ("redis://:hun 'ter2@h", "redis://h"),
         ("s3://u:hun'ter2@h/x", "s3://h/x"),
+        ("at ...s3://u:hunter2@h/x", "at ...s3://h/x"),
         ("gs://b/a?X-Goog-Signature=hunter2", "gs://b/a"),
         ("s3://b/a?1&secret_key=hunter2", "s3://b/a"),
         ("s3://b/day-?/kind=a.parquet", "s3://b/day-?/kind=a.parquet"),

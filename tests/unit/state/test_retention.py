@@ -17,6 +17,7 @@ from secrets import token_hex
 import pytest
 
 from elastic_ring.cli.checkpoints import main
+from elastic_ring.errors import StorageFailed
 from elastic_ring.state.checkpoints import checkpoint, retention
 from elastic_ring.state.checkpoints.manifest import FORMAT, attempt_folder
 from elastic_ring.state.storage.folder import Storage
@@ -161,6 +162,22 @@ def test_how_long_nothing_was_added_is_by_the_clock_of_the_storage_and_not_of_th
     assert [*dict(storage.names())] == [under_way]
     kept = ["step-00000007", "step-00000008", "step-00000009"]
     assert storage.folders("checkpoints") == kept, "a run may begin to write into one that has just become empty"
+
+
+def test_on_a_full_disk_what_a_newer_checkpoint_replaces_is_removed_and_nothing_counts_as_old(tmp_path, monkeypatch):
+    storage = Storage(str(tmp_path)).open()
+    replaced, _ = attempt(storage, 3), save(storage, 1, 1, step=5)
+    under_way = attempt(storage, 9)
+    os.utime(tmp_path / under_way, (1.0, 1.0))
+
+    def full(*_: object, **__: object) -> None:
+        raise StorageFailed("no space left")
+
+    monkeypatch.setattr(Storage, "replace", full)
+    left = retention.leftovers(storage)
+    assert [entry.path for entry in left.files] == [replaced]
+    retention.remove_leftovers(storage, left)
+    assert replaced not in dict(storage.names())
 
 
 def test_what_was_set_aside_stays_until_it_is_asked_for(storage, capsys):
