@@ -37,9 +37,9 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "lines of the package": Bound(66_600, 60_000),
-    "modules besides __init__.py": Bound(286, 300),
-    "functions": Bound(3_450, 3_400),
+    "lines of the package": Bound(66_640, 60_000),
+    "modules besides __init__.py": Bound(284, 300),
+    "functions": Bound(3_420, 3_400),
     "lines of a function, median": Bound(8, 8, is_floor=True),
     "methods of the largest class": Bound(25, 25),
     "lines with dict[str, Any], Mapping[str, Any] or an alias": Bound(101, 150),
