@@ -547,7 +547,12 @@ def end_of(folder: Path) -> str:
     end = status.get("end") or {}
     if not end.get("error"):
         return FINISHED
-    return STOPPED if end.get("message") == STOPPED_BY_USER else FAILED
+    return FAILED if has_failed(end) else STOPPED
+
+
+def has_failed(end: Mapping[str, Any]) -> bool:
+    """Whether a run ended by an error, and not by a person."""
+    return bool(end.get("error")) and end.get("message") != STOPPED_BY_USER
 
 
 def kept_places(record: Mapping[str, Any], *, was_finished: bool = False) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from elastic_ring.errors import ElasticRingError, RecordDamaged
+from elastic_ring.monitor.callbacks import FAILED, STOPPED, STOPPED_BY_USER
 from elastic_ring.monitor.metrics import MetricsLine, Recovery
 from elastic_ring.monitor.plot import loss_names, values_of
 from elastic_ring.monitor.report import Records, duration, left_s, newest_rate, recovery_line
@@ -199,10 +200,13 @@ def page_data(folder: Path) -> dict[str, Any]:
         has_ended = status.get("ended") or (summary and not status)
         recoveries = [*map(Recovery.from_json, summary.get("recoveries") or status.get("recoveries") or [])]
         resumes = summary.get("resumed_from") or status.get("resumed_from") or []
+        is_stopped = status.get("error") == STOPPED_BY_USER
+        error = "" if is_stopped else status.get("error")
+        end = STOPPED if is_stopped else FAILED if error else "ended" if has_ended else ""
         return {
             "run": status.get("run") or folder.resolve().name,
-            "phase": "failed" if status.get("error") else "ended" if has_ended else str(status.get("phase", "unknown")),
-            "error": "; ".join(filter(None, (status.get("error"), *records.damaged))),
+            "phase": end or str(status.get("phase", "unknown")),
+            "error": "; ".join(filter(None, (error, *records.damaged))),
             "is_live": bool(status) and not status.get("ended"),
             "updated_unix_s": status.get("updated_unix_s"),
             "step": step,

@@ -21,6 +21,7 @@ from typing import cast
 
 from elastic_ring.control.decisions.detectors import DATA_LIMIT, TOLD_AFTER
 from elastic_ring.errors import JournalDamaged, RecordDamaged
+from elastic_ring.monitor.callbacks import STOPPED_BY_USER
 from elastic_ring.monitor.goodput import CLOCK_PARTS
 from elastic_ring.monitor.journal import Flaw, Lines, opened
 from elastic_ring.monitor.json_files import read_json
@@ -201,8 +202,8 @@ class Records:
 
 def _state_line(folder: Path, status: StatusFile, summary: SummaryFile, news: Callable[[], tuple[float, bool]]) -> str:
     name = status.get("run") or folder.resolve().name
-    if status.get("error"):
-        return f"run {name}: failed: {status['error']}"
+    if error := status.get("error"):
+        return f"run {name}: {'' if error == STOPPED_BY_USER else 'failed: '}{error}"
     if status.get("ended") or (summary and not status):
         return f"run {name}: ended"
     if not status:

@@ -23,6 +23,7 @@ from elastic_ring.control.decisions.terms import LOOK_S as TERMS_LOOK_S
 from elastic_ring.control.decisions.terms import Unanswered
 from elastic_ring.control.state import Finishing, Running, State, end_step, members
 from elastic_ring.errors import RunFailed, StaleMessage, StorageFailed, TermLost
+from elastic_ring.monitor.callbacks import has_failed
 from elastic_ring.monitor.metrics import CheckpointEvent, storage_error
 from elastic_ring.runtime.agent.messages import WorkerReading
 from elastic_ring.runtime.agent.stamp_dir import remove, stamp_folder
@@ -77,7 +78,7 @@ class Shutdown:
         decider.storage.watch.close()
         self.report.doing("")
         decider.read_live()
-        decider.services.metrics.export(decider.state, failed=bool(concluded["error"]))
+        decider.services.metrics.export(decider.state, failed=has_failed(concluded))
         begun = time.monotonic()
         left_behind = self.cleared()
         log.info("the end of the run: processes and placement groups removed, %.1f s", time.monotonic() - begun)

@@ -282,6 +282,8 @@ def test_a_run_that_fell_silent_says_for_how_long(run: Path) -> None:
     assert render_status(run, now_unix_s=9e9).splitlines()[0] == "run laptop: ended"
     write_json(run / "status.json", live_status(ended=True, error="ShardLost: cp_rank 1"))
     assert render_status(run, now_unix_s=9e9).splitlines()[0] == "run laptop: failed: ShardLost: cp_rank 1"
+    write_json(run / "status.json", live_status(ended=True, error="stopped by the user"))
+    assert render_status(run, now_unix_s=9e9).splitlines()[0] == "run laptop: stopped by the user"
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 70.0])
