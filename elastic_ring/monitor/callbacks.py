@@ -547,12 +547,12 @@ def end_of(folder: Path) -> str:
     end = status.get("end") or {}
     if not end.get("error"):
         return FINISHED
-    return FAILED if has_failed(end) else STOPPED
+    return FAILED if has_failed(end["error"], end.get("message", "")) else STOPPED
 
 
-def has_failed(end: Mapping[str, Any]) -> bool:
+def has_failed(error: str, message: str) -> bool:
     """Whether a run ended by an error, and not by a person."""
-    return bool(end.get("error")) and end.get("message") != STOPPED_BY_USER
+    return bool(error) and message != STOPPED_BY_USER
 
 
 def kept_places(record: Mapping[str, Any], *, was_finished: bool = False) -> dict[str, Any]:

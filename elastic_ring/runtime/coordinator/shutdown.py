@@ -78,7 +78,7 @@ class Shutdown:
         decider.storage.watch.close()
         self.report.doing("")
         decider.read_live()
-        decider.services.metrics.export(decider.state, failed=has_failed(concluded))
+        decider.services.metrics.export(decider.state, failed=has_failed(concluded["error"], concluded["message"]))
         begun = time.monotonic()
         left_behind = self.cleared()
         log.info("the end of the run: processes and placement groups removed, %.1f s", time.monotonic() - begun)
