@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import stat
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -117,12 +118,14 @@ def is_listening(address: str) -> bool:
 
 
 def own_parts() -> dict[str, psutil.Process]:
-    """The processes, by name, without which a Ray that this process has started cannot go on; {} if there is none."""
-    parts = {}
+    """The processes, by name, without which a Ray that this process has started cannot go on; {} if there is none, or
+    if there are several raylets: of a cluster of several nodes a run outlives one."""
+    parts = defaultdict[str, list[psutil.Process]](list)
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # others come and go
-            parts[child.name()] = child
-    return {name: parts[name] for name in ("gcs_server", "raylet") if name in parts}
+            parts[child.name()].append(child)
+    names = ("gcs_server", "raylet")
+    return {name: parts[name][0] for name in names} if all(len(parts[name]) == 1 for name in names) else {}
 
 
 def ended_part(parts: Mapping[str, psutil.Process]) -> str:
