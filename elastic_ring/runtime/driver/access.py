@@ -124,8 +124,8 @@ def own_parts() -> dict[str, psutil.Process]:
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # others come and go
             parts[child.name()].append(child)
-    names = ("gcs_server", "raylet")
-    return {name: parts[name][0] for name in names} if all(len(parts[name]) == 1 for name in names) else {}
+    own = {name: parts[name] for name in ("gcs_server", "raylet") if name in parts}
+    return {name: ones[0] for name, ones in own.items()} if all(len(ones) == 1 for ones in own.values()) else {}
 
 
 def ended_part(parts: Mapping[str, psutil.Process]) -> str:
