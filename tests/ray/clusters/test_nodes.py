@@ -17,6 +17,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from elastic_ring import CheckpointConfig
 from elastic_ring.cli import main
 from elastic_ring.monitor.journal import read
 from elastic_ring.monitor.metrics import read_metrics
@@ -254,6 +255,42 @@ def test_holders_begin_apart_and_the_node_of_rank_0_may_die(tmp_path, undisturbe
     assert are_apart(last) == (num_nodes > 2)
     (lost, *_) = result.summary["recoveries"]
     assert (lost["source"], lost["steps_undone"]) == ("replica", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("num_nodes", [2, 3])
+def test_a_run_that_grows_onto_other_nodes_outlives_the_node_of_rank_0(tmp_path, num_nodes):
+    """The bits are those of a run that has one ring up to the same step, and two from its checkpoint on."""
+    steps, gate, folder = 30, tmp_path / "gate", tmp_path / "grown"
+    trainer = tiny_trainer(tmp_path, "grown", spares=2, min_dp=1, steps=steps, gate=gate, gate_s=0.5)
+    with cluster_of({"num_cpus": 2}) as cluster, ThreadPoolExecutor(1) as pool:
+        run = pool.submit(trainer.fit)
+        wait_for(lambda: num_steps(folder) > 1)
+        home = occupied(cluster, folder)
+        for _ in range(num_nodes - 1):
+            cluster.add_node(num_cpus=12 // num_nodes)
+        wait_for(lambda: len(status(folder)["members"]) == 4 and len(status(folder)["spares"]) == 2)
+        grown = placements(folder)[-1]
+        assert (grown[0], are_apart(grown)) == (home.node_id, True)
+        assert num_steps(folder) < steps - 5, "the run must still be under way"
+        for process in processes_of(home):
+            process.kill()
+        wait_for(lambda: len(status(folder)["members"]) == 4 and home.node_id not in members_nodes(folder))
+        gate.touch()
+        result = run.result()
+        check_records(trainer, result)
+        lines = read_metrics(folder)
+        begun = next(line["step"] for line in lines if line["mesh"]["dp"] == 2)
+        assert {line["mesh"]["dp"] for line in lines[begun:]} == {2}
+        kept = {"checkpoint_config": CheckpointConfig(every_steps=begun)}
+        calm = {"spares": 0, "total_steps": steps}
+        first = finished(tiny_trainer(tmp_path, "one-ring", dp=1, steps=begun, run=kept, **calm))
+        kept["resume"] = first.summary["checkpoints"][-1]["path"]
+        second = finished(tiny_trainer(tmp_path, "two-rings", steps=steps, run=kept, **calm))
+    assert second.summary["resumed_from"][-1]["step"] == begun
+    assert bits(result.summary) == bits(second.summary)
+    assert [recovery["steps_undone"] for recovery in result.summary["recoveries"]] == [0]
 
 
 @pytest.fixture

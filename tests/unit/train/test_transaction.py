@@ -381,6 +381,20 @@ def ignore_targets(me: Any, on: bool) -> None:
     tiny_task.POISON.ignores_targets = on
 
 
+def skip_a_step_of_which_rank_3_hears_later(four: Membership, before: list[Any], break_at: int) -> None:
+    """Rank 3 breaks off in the vote of step `break_at` and applies its result after a rebuild: no weight has moved."""
+    four.call(3, plan_break, "vote", break_at)
+    for rank in range(4):
+        four.start(rank, break_off, 1)
+    assert [four.result(rank) for rank in range(4)] == ["completed"] * 3 + ["Broken"]
+    assert all(four.now(rank, abort_until_paused) for rank in range(4))
+    vote = four.call(0, last_vote)
+    four.all(rebuild, four.meeting(), SQUARE)
+    four.all(roll_forward, vote)
+    for old, new in zip(before, four.all(own_slices), strict=True):
+        assert all(torch.equal(old[name], new[name]) for name in old)
+
+
 def test_a_step_without_a_target_moves_no_weight_on_any_rank_and_counts_for_no_row(four: Membership) -> None:
     """Momentum and weight decay would. Rank 3 learns of one such step from the vote that the others had."""
     optimizer = partial(tiny_task.momentum, weight_decay=0.1)
@@ -395,16 +409,7 @@ def test_a_step_without_a_target_moves_no_weight_on_any_rank_and_counts_for_no_r
     before = four.all(own_slices)
     four.call(3, ignore_targets, True)
     assert [results[0][0] for results in four.all(run_steps, 1)] == ["nan"] * 4
-    four.call(3, plan_break, "vote", 3)
-    for rank in range(4):
-        four.start(rank, break_off, 1)
-    assert [four.result(rank) for rank in range(4)] == ["completed"] * 3 + ["Broken"]
-    assert all(four.now(rank, abort_until_paused) for rank in range(4))
-    vote = four.call(0, last_vote)
-    four.all(rebuild, four.meeting(), SQUARE)
-    four.all(roll_forward, vote)
-    for old, new in zip(before, four.all(own_slices), strict=True):
-        assert all(torch.equal(old[name], new[name]) for name in old)
+    skip_a_step_of_which_rank_3_hears_later(four, before, 3)
     assert [fact["counters"] for fact in four.all(facts)] == [Counters(4, 2, 0)] * 4
     four.all(ignore_targets, False)
     four.all(run_steps, 1)
@@ -456,16 +461,7 @@ def test_a_loss_spike_is_skipped_on_every_rank_also_by_one_that_applies_the_step
     four.all(begin, four.meeting(), SQUARE, make_task())
     four.all(expect_losses_below, 0.5, "skip", ranks=(0, 1, 2))  # rank 3 has seen nothing
     before = four.all(own_slices)
-    four.call(3, plan_break, "vote", 0)
-    for rank in range(4):
-        four.start(rank, break_off, 1)
-    assert [four.result(rank) for rank in range(4)] == ["completed"] * 3 + ["Broken"]
-    assert all(four.now(rank, abort_until_paused) for rank in range(4))
-    vote = four.call(0, last_vote)
-    four.all(rebuild, four.meeting(), SQUARE)
-    four.all(roll_forward, vote)
-    for old, new in zip(before, four.all(own_slices), strict=True):
-        assert all(torch.equal(old[name], new[name]) for name in old)
+    skip_a_step_of_which_rank_3_hears_later(four, before, 0)
     assert [fact["counters"] for fact in four.all(facts)] == [Counters(1, 1, 1)] * 4
 
 
