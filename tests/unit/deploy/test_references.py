@@ -176,6 +176,24 @@ def test_workers_spread_by_labels_that_they_have():
             assert constraint["labelSelector"]["matchLabels"].items() <= labels.items(), name
 
 
+def test_no_pod_writes_its_root_has_a_token_that_it_needs_not_or_an_image_that_a_new_upload_changes():
+    homes = {f"/home/{user}" for name in IMAGES for user in re.findall(r"--create-home .* (\w+) ", dockerfile(name))}
+    for name, _, pod in pods():
+        assert pod.get("automountServiceAccountToken", True) is (name == "head"), name
+        for container in pod["containers"]:
+            allowed_to = container["securityContext"]
+            assert (allowed_to["readOnlyRootFilesystem"], allowed_to["allowPrivilegeEscalation"]) == (True, False), name
+            image, _, digest = container["image"].partition("@sha256:")
+            assert len(digest) == 64 or image.partition(":")[0] == "elastic-ring", image
+            if image.partition(":")[0] == "elastic-ring":
+                mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+                assert mounts >= {"/tmp", "/dev/shm", *homes}, f"{name}: what Ray and the caches write"
+    for spec in (spec for built_name in BUILT for spec in clusters(built(built_name))):
+        assert spec["autoscalerOptions"]["securityContext"]["readOnlyRootFilesystem"]
+        volumes = {volume["name"] for volume in spec["headGroupSpec"]["template"]["spec"]["volumes"]}
+        assert {mount["name"] for mount in spec["autoscalerOptions"]["volumeMounts"]} <= volumes
+
+
 # ---------------------------------------------------------------- what Ray and elastic_ring are told
 
 
@@ -338,7 +356,7 @@ def test_the_images_have_what_the_project_asks_for(name):
     assert re.search(rf"useradd --uid {user} ", text)
     users = {pod["securityContext"]["runAsUser"] for _, _, pod in pods() if pod["containers"][0]["name"][:4] == "ray-"}
     assert users == {int(user)}
-    (python,) = re.findall(r"^ARG BASE=python:(\d+\.\d+)-", text, re.MULTILINE)
+    (python,) = re.findall(r"^ARG BASE=python:(\d+\.\d+)\.\d+-\S+@sha256:[0-9a-f]{64}$", text, re.MULTILINE)
     assert f"Programming Language :: Python :: {python}" in PROJECT["classifiers"]
     (asked,) = [Requirement(one) for one in PROJECT["dependencies"] if Requirement(one).name == "ray"]
     assert asked.specifier.contains(ray_of_images())
