@@ -27,6 +27,11 @@ VERBS = {
     "prune": "remove all but the newest checkpoints, and what writers that died have left",
     "export": "write the newest checkpoint as safetensors or for torch.distributed.checkpoint",
 }
+NOT_ZERO3 = {
+    "verify": "it has no digests; `list` compares its files with what was written",
+    "prune": "Ray Train removes old ones (num_to_keep of its CheckpointConfig)",
+    "export": "it is in DeepSpeed's format; train to the last step, then use `elastic-ring export`",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,18 +83,22 @@ def _positive(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; 1 for a damaged checkpoint or a storage that fails; 2 for a mistake of the user."""
     options = parser().parse_args(arguments)
+    from elastic_ring.state.checkpoints import zero3
     from elastic_ring.state.storage.folder import open_or_refuse
 
     verbs = {"list": _list, "verify": _verify, "prune": _prune, "export": _export}
     try:
-        return verbs[options.verb](open_or_refuse(options.run, write=False, setting="RUN"), options)
+        storage = open_or_refuse(options.run, write=False, setting="RUN")
+        if (why := NOT_ZERO3.get(options.verb)) and (folder := next(iter(zero3.saved(storage)), None)):
+            raise ValueError(f"{options.verb}: {storage.at(folder)} is of ZeRO-3 in Ray Train: {why}")
+        return verbs[options.verb](storage, options)
     except (ValueError, ElasticRingError) as error:
         return refused("elastic-ring checkpoints", error)
 
 
 def _list(storage: Storage, options: argparse.Namespace) -> int:
     from elastic_ring.errors import CheckpointDamaged
-    from elastic_ring.state.checkpoints import checkpoint, retention
+    from elastic_ring.state.checkpoints import checkpoint, retention, zero3
 
     rows = [("step", "lineage", "mesh", "size", "files", "saved", "folder")]
     for folder in checkpoint.committed(storage):
@@ -109,6 +118,19 @@ def _list(storage: Storage, options: argparse.Namespace) -> int:
                 str(len(manifest.files)),
                 age(saved.modified_unix_s),
                 storage.at(folder),
+            )
+        )
+    for name, state in zero3.saved(storage).items():
+        entries = storage.entries(name)
+        rows.append(
+            (
+                str(zero3.age_key(name)[1]),
+                str(zero3.age_key(name)[0]),
+                f"{state.num_workers} workers" if isinstance(state, zero3.SavedState) else "",
+                size(sum(entry.num_bytes for entry in entries)),
+                str(len(entries)),
+                age(max((entry.modified_unix_s for entry in entries), default=0.0)),
+                f"{storage.at(name)}{f' {state}' if isinstance(state, str) else ''}",
             )
         )
     if len(rows) == 1 and storage.is_local and not Path(storage.root).is_dir():

@@ -18,6 +18,7 @@ from elastic_ring.monitor.goodput import Goodput
 from elastic_ring.monitor.journal import Journal, read
 from elastic_ring.monitor.metrics import RECOVERY_KEYS, SUMMARY_NAME, Recovery, StepMetrics, Summary, write_json
 from elastic_ring.monitor.metrics_log import MetricsLog
+from elastic_ring.monitor.report import recovery_line
 from elastic_ring.runtime.coordinator.run_files import samples_digest
 
 log = logging.getLogger(__name__)
@@ -119,6 +120,10 @@ class Records:
     def error(self) -> ElasticRingError | None:
         """Why the run was given up, if it was."""
         return self._error
+
+    def news(self) -> tuple[StepMetrics | None, list[str]]:
+        """The newest step that counts, and a line for each recovery."""
+        return self._metrics.newest.step, [recovery_line(Recovery.from_json(line)) for line in self._of("recovery")]
 
     def checkpoint(self, step: int, path: str) -> None:
         """A checkpoint is in the storage."""

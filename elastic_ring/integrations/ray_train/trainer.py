@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 import textwrap
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -32,8 +34,10 @@ from elastic_ring.integrations.ray_train.run_records import Records
 from elastic_ring.integrations.ray_train.settings import Zero3Config, check_mesh
 from elastic_ring.integrations.ray_train.worker import DATASET, Job, Zero3Worker, train_worker
 from elastic_ring.monitor.metrics import CONFIG_NAME, write_json
+from elastic_ring.monitor.progress import ProgressLine
 from elastic_ring.monitor.result import Result
 from elastic_ring.runtime.coordinator.run_spec import summary_of
+from elastic_ring.runtime.driver.follow import FOLLOW_S
 from elastic_ring.runtime.driver.ray_session import cluster
 from elastic_ring.runtime.driver.submission import has_weights, read_record, refuse
 from elastic_ring.runtime.driver.submission_rules import ExistingRun, RunRequest, decide_submission
@@ -267,15 +271,39 @@ class Zero3Trainer:
             ),
             datasets=None if self.dataset is None else {DATASET: self.dataset},
         )
+        has_ended = threading.Event()
+        console = threading.Thread(target=self._show, args=(records, has_ended), name="console", daemon=True)
+        console.start()
         try:
             result = trainer.fit()
         except ray.train.TrainingFailedError as error:
             raise RunFailed(f"Ray Train gave up: {_last_line(error)}") from error
+        finally:
+            has_ended.set()
+            console.join(self._run.timeouts.report_s)
         failure = ray.get(records.error.remote(), timeout=self._run.timeouts.report_s)
         if failure is not None:
             raise RunFailed(failure.message, **failure.facts) if isinstance(failure, ModelRefused) else failure
         log.info("Ray Train's folder is %s", result.path)
         return summary_of(self._run.driver_folder, self._identity.digest)
+
+    def _show(self, records: Any, has_ended: threading.Event) -> None:
+        """Show each step at most once, and a line for each recovery, on the console."""
+        shown, num_lines, is_last = -1, -1, False
+        with ProgressLine(sys.stderr, self.task.step.steps) as progress:
+            while not is_last:
+                is_last = has_ended.wait(FOLLOW_S)
+                newest, lines = ray.get(records.news.remote(), timeout=self._run.timeouts.report_s)
+                step = shown if newest is None else newest.step
+                if num_lines < 0:  # of earlier submissions
+                    shown, num_lines = step, len(lines)
+                    progress.open(step + 1)
+                for line in lines[num_lines:]:
+                    progress.note(line)
+                num_lines = len(lines)
+                if newest is not None and step > shown:
+                    progress.step(newest)
+                    shown = step
 
 
 def _check_dataset(data: object, dataset: object, vocab_size: int | None, end_of_document: int | None) -> None:

@@ -1,4 +1,4 @@
-"""A Ray Train worker: meets the others, makes rings and engine, begins at the last checkpoint, trains.
+"""A Ray Train worker: meets the others, makes rings and engine, begins at the newest checkpoint, trains.
 
 `Zero3Worker` is the argument of a training loop of one's own; `train` is the loop that runs without one.
 """
@@ -29,8 +29,8 @@ from elastic_ring.control.messages import Vote
 from elastic_ring.data.filesystem import patiently
 from elastic_ring.data.loader import consumed_digest
 from elastic_ring.data.source import hold_out, open_source, order_of
-from elastic_ring.errors import CheckpointDamaged, LossSpike, RunFailed, TooManySkipped
-from elastic_ring.files import plain_json, private_folder, read_small
+from elastic_ring.errors import LossSpike, RunFailed, TooManySkipped
+from elastic_ring.files import private_folder
 from elastic_ring.integrations.ray_train import ops
 from elastic_ring.integrations.ray_train.engine import Zero3Engine, write_weights
 from elastic_ring.integrations.ray_train.rings import DatasetFeed, OrderedFeed, Rings
@@ -38,6 +38,8 @@ from elastic_ring.integrations.ray_train.run_records import TERM, Attempt
 from elastic_ring.integrations.ray_train.settings import Zero3Config, deepspeed_config, mesh_of
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.gpu.device import be_deterministic, keep_caches_private
+from elastic_ring.state.checkpoints import zero3
+from elastic_ring.state.checkpoints.zero3 import SavedState
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.train.optim import learning_rate
 from elastic_ring.train.passes import sequence_seed
@@ -45,11 +47,9 @@ from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.vote import Outcome, Tally, raise_for_skips, remark_on, watch_of
 from elastic_ring.train.wrap import meta_model
-from elastic_ring.validation import NonNegativeInt, PositiveInt, from_plain, settings
 
 log = logging.getLogger(__name__)
 
-STATE = "elastic_ring.json"
 DATASET = "train"
 SHARED_MEMORY = "deepspeed_shm_comm"
 
@@ -68,15 +68,6 @@ class Job:
     loop: Callable[[Zero3Worker], None] | None = None
     vocab_size: int | None = None
     end_of_document: int = 0
-
-
-@settings
-class SavedState:
-    """The content of a checkpoint's file STATE."""
-
-    step: NonNegativeInt
-    num_workers: PositiveInt
-    skipped_in_a_row: NonNegativeInt = 0  # older versions did not count them
 
 
 def train_worker(config: Mapping[str, Job]) -> None:
@@ -102,7 +93,7 @@ class Zero3Worker:
     """One rank of a worker group: its rings, its engine and its place in the run."""
 
     def __init__(self, job: Job) -> None:
-        """Collective; begins at Ray Train's last checkpoint if there is one."""
+        """Collective; begins at the newest whole checkpoint if there is one."""
         import deepspeed.ops
 
         self.job, self.task = job, job.task
@@ -123,22 +114,18 @@ class Zero3Worker:
             ops.load_async_io(ops.extensions_folder())
         self.rings = Rings(self.task, self.mesh, self.device)
         self.task = self.rings.task
-        checkpoint = ray.train.get_checkpoint()
+        resumed = self._newest_checkpoint()
         self.step, self.skipped_in_a_row = 0, 0
         self._reason, self._resumed_from = "first", ""
         self._spikes = watch_of(job.zero.loss_spike, job.zero.loss_spike_actions)
-        if checkpoint is None:
+        if resumed is None:
             self.engine = self._make_engine(universal=False, fill=True)
             if self.task.step.check_model:
                 self.rings.check(self.engine, self.feed.source)
         else:
+            checkpoint, state = resumed
             with checkpoint.as_directory() as folder:
-                begun_s, path = time.monotonic(), Path(folder, STATE)
-                try:
-                    state = from_plain(SavedState, plain_json(read_small(path)))
-                except (ValueError, OSError) as error:
-                    reason = f"{path} does not say what the checkpoint is: {error}"
-                    raise CheckpointDamaged(reason, path=str(path)) from error
+                begun_s = time.monotonic()
                 self.engine = self._make_engine(universal=state.num_workers != self.size, fill=False)
                 self.engine.load(Path(folder), state.num_workers)
             self.step, self.skipped_in_a_row = state.step, state.skipped_in_a_row
@@ -147,7 +134,27 @@ class Zero3Worker:
             took_s = time.monotonic() - begun_s
             log.info("rank %d: step %d, %s, restored in %.1f s", self.rank, self.step, checkpoint.path, took_s)
         self._generation: int | None = None
-        self._saved_step = self.step if checkpoint is not None else -1
+        self._saved_step = self.step if resumed is not None else -1
+
+    def _newest_checkpoint(self) -> tuple[ray.train.Checkpoint, SavedState] | None:
+        """The newest whole one in the storage, the same on all ranks. Ray Train may not know it yet: its controller
+        fetches reports now and then. Collective."""
+        reported = ray.train.get_checkpoint()
+        reported_name = "" if reported is None else Path(reported.path).name
+        chosen = [zero3.newest_whole(Storage(self.job.storage_uri), reported_name) if self.rank == 0 else None]
+        dist.broadcast_object_list(chosen, device=self.device)
+        if chosen[0] is None:
+            return None
+        (name, state), storage = chosen[0], ray.train.get_context().get_storage()
+        path = storage.build_checkpoint_path_from_name(name)
+        checkpoint = ray.train.Checkpoint(path, storage.storage_filesystem)
+        if zero3.age_key(name) > zero3.age_key(reported_name):  # else Ray Train would never remove it
+            ray.train.report(
+                {"step": state.step, "num_workers": state.num_workers},
+                checkpoint=checkpoint,
+                checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
+            )
+        return checkpoint, state
 
     # ------------------------------------------------------------ the loop
 
@@ -218,19 +225,23 @@ class Zero3Worker:
         """Report a checkpoint of the state after `self.step` steps to Ray Train. Collective; takes about 2 s."""
         if self._saved_step == self.step:
             return
+        name = f"checkpoint-{self.step:09d}-{self._generation}"
         with tempfile.TemporaryDirectory(prefix="elastic-ring-zero3-") as folder:
             self.engine.save(Path(folder))
-            if self.rank == 0:
-                state = {"step": self.step, "num_workers": self.size, "skipped_in_a_row": self.skipped_in_a_row}
-                Path(folder, STATE).write_text(json.dumps(state), encoding="utf-8")
-            name = f"checkpoint-{self.step:09d}-{self._generation}"
+            paths = (path for path in Path(folder).rglob("*") if path.is_file())
+            files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
             ray.train.report(
                 {"step": self.step, "num_workers": self.size},
                 checkpoint=ray.train.Checkpoint.from_directory(folder),
                 checkpoint_dir_name=name,
             )
+        parts: list[dict[str, int]] = [{}] * self.size
+        dist.all_gather_object(parts, files)  # and every rank's files are stored
         self._saved_step = self.step
         if self.rank == 0:
+            merged = {file: num_bytes for part in parts for file, num_bytes in part.items()}
+            state = zero3.SavedState(self.step, self.size, self.skipped_in_a_row, merged)
+            Storage(self.job.storage_uri).replace(f"{name}/{zero3.STATE}", json.dumps(vars(state)).encode())
             ray.get(self.job.records.checkpoint.remote(self.step, f"{self.job.storage_uri}/{name}"))
 
     def finish(self) -> None:

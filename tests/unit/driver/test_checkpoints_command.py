@@ -19,7 +19,8 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 
 from elastic_ring.cli import main as command_line
 from elastic_ring.cli.checkpoints import age, main, size
-from elastic_ring.state.checkpoints import checkpoint
+from elastic_ring.errors import CheckpointDamaged
+from elastic_ring.state.checkpoints import checkpoint, zero3
 from elastic_ring.state.checkpoints.manifest import attempt_folder
 from elastic_ring.state.storage.folder import Storage
 from tests.unit.state.test_checkpoint import SHAPES, STEP, damage, save, shard_of, whole_values
@@ -40,6 +41,41 @@ def test_list_shows_each_checkpoint_newest_first_and_what_does_not_count(storage
     assert re.match(r" *5 +1 +damaged +.*COMMIT.json is no manifest", damaged)
     assert re.match(r"set aside: .*step-00000003.*KiB: a byte is wrong", aside)
     assert left == "in no checkpoint: 1 file(s), 4 B, 0 upload(s)"
+
+
+def test_of_zero3_in_ray_train_the_newest_whole_one_is_taken_listed_and_left_to_ray_train(storage, capsys):
+    def save_zero3(folder: str, files: dict[str, int] | None) -> None:
+        storage.write(f"{folder}/zero3/rank_0.pt", [b"shard"])
+        if files is not None:
+            state = {"step": zero3.age_key(folder)[1], "num_workers": 2, "files": files}
+            storage.replace(f"{folder}/{zero3.STATE}", json.dumps(state).encode())
+
+    whole, old, undone = "checkpoint-000000020-2", "checkpoint-000000010-1", "checkpoint-000000030-1"
+    save_zero3("checkpoint-000000024-2", None)
+    assert zero3.newest_whole(storage, "") is None, "its writers were killed before all files were there"
+    save_zero3("checkpoint-000000022-2", {"zero3/rank_0.pt": 5, "zero3/rank_1.pt": 5})
+    with pytest.raises(CheckpointDamaged, match=r"000000022-2 lacks 'zero3/rank_1.pt' of 5 bytes"):
+        zero3.newest_whole(storage, "")
+    save_zero3(old, {})
+    with pytest.raises(CheckpointDamaged):
+        zero3.newest_whole(storage, "")
+    assert zero3.newest_whole(storage, old) == (old, zero3.SavedState(10, 2)), "an older version's, as Ray Train has it"
+    save_zero3(undone, {"zero3/rank_0.pt": 5})
+    save_zero3(whole, {"zero3/rank_0.pt": 5})
+    newest = zero3.newest_whole(storage, old)
+    assert newest is not None
+    assert newest[0] == whole, "a later group's is newer, whatever its step"
+
+    assert command_line(["checkpoints", "list", storage.uri]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[:2] for row in rows] == [["24", "2"], ["22", "2"], ["20", "2"], ["30", "1"], ["10", "1"]]
+    assert rows[0].endswith("024-2 unfinished")
+    assert rows[1].endswith("lacks 'zero3/rank_1.pt' of 5 bytes")
+    assert re.fullmatch(rf" *20 +2 +2 workers +\d+ B +2 +\d s ago +{storage.at(whole)}", rows[2])
+    for verb in ("verify", "prune", "export --to=/tmp"):
+        assert main([*verb.split(), storage.uri]) == 2
+        assert "is of ZeRO-3 in Ray Train: " in capsys.readouterr().err
+    assert storage.exists(old)
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])

@@ -38,7 +38,7 @@ class Bound(NamedTuple):
 
 BOUNDS = {
     "lines of the package": Bound(67_200, 60_000),
-    "modules besides __init__.py": Bound(284, 300),
+    "modules besides __init__.py": Bound(285, 300),
     "functions": Bound(3_460, 3_400),
     "lines of a function, median": Bound(8, 8, is_floor=True),
     "methods of the largest class": Bound(25, 25),
