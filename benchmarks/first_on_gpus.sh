@@ -14,8 +14,8 @@ part() { # NAME LIMIT_S LINES COMMAND...
 }
 tests() { # flash-attn-4 compiles for 10 to 30 s a shape: processes share what one has compiled
   export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=$OUT/flash-attn
-  part attention 560 60 $PY -m pytest -v -o addopts= -p no:benchmark -n 12 tests/gpu/attention
-  part others 560 60 $PY -m pytest -v -o addopts= -p no:benchmark tests/gpu --ignore tests/gpu/attention  # one fills a GPU; a call of its own
+  part attention 560 60 $PY -m pytest -v -o addopts=--import-mode=importlib -p no:benchmark -n 12 tests/gpu/attention
+  part others 560 60 $PY -m pytest -v -o addopts=--import-mode=importlib -p no:benchmark tests/gpu --ignore tests/gpu/attention  # one fills a GPU; a call of its own
 }
 steps() {
   part host 90 22 $PY benchmarks/probes/probe_host_step.py --device cuda --context 256
