@@ -91,7 +91,7 @@ def fetch(run: RunConfig, folder: Path, *, keep_longer: bool = False, tell: Call
     if not run.is_remote:
         return
     storage = storage_of(run, tell)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(0o700, parents=True, exist_ok=True)
     present = {name for name, _ in storage.names(recursive=False)}
     for name in (*REPLACED, *SETTINGS):
         _bring(folder / name, storage.read_record(name) if name in present else None)

@@ -126,7 +126,7 @@ def check_swap_folder(folder: Path) -> None:
     """Raises ValueError for a folder that cannot be written to, or whose file system has no direct I/O."""
     name = folder / f".elastic-ring-{secrets.token_hex(4)}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         opened = os.open(name, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
     except OSError as error:
         reason = error.strerror or str(error)

@@ -41,7 +41,7 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         self._lines = list(read(folder / ATTEMPTS_NAME)) if (folder / ATTEMPTS_NAME).exists() else []
         self._attempts = Journal(folder / ATTEMPTS_NAME)
         self._attempts.open()

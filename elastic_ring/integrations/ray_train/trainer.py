@@ -171,7 +171,7 @@ class Zero3Trainer:
         folder = self._run.driver_folder
         if not (folder / CONFIG_NAME).exists():
             check_writable(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         check_task(self.task, self.cp, self.device)
         if self.dataset is None:
             log.info("data %s", open_source(self.task.data).fingerprint[:16])

@@ -281,7 +281,7 @@ class Zero3Worker:
     def _make_engine(self, *, universal: bool, fill: bool) -> Zero3Engine:
         if self.job.zero.uses_nvme and self._local_rank == 0:
             shutil.rmtree(self.swap_folder, ignore_errors=True)  # what a killed worker group left
-            self.job.zero.swap_folder.mkdir(parents=True, exist_ok=True)
+            self.job.zero.swap_folder.mkdir(0o700, parents=True, exist_ok=True)
             private_folder(self.swap_folder)
         dist.barrier()
         config = deepspeed_config(

@@ -225,7 +225,7 @@ def _carry_out(steps: Generator[Action, Any, TermClaim], terms: Terms, attempt: 
                         answer = terms.newest()
                     case "claim":
                         if not reading.lines:  # else the folder is there, or was moved away meanwhile
-                            reading.folder.mkdir(parents=True, exist_ok=True)
+                            reading.folder.mkdir(0o700, parents=True, exist_ok=True)
                         # The journal knows terms whose claims were removed.
                         newest = max((line.get("term", 0) for line in reading.lines), default=0)
                         answer = own = terms.claim(attempt, above=newest)

@@ -365,7 +365,7 @@ class Submission:
 
     def write_record(self) -> None:
         folder = self.run.driver_folder
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         for name, text in self.config_files.items():
             (folder / name).write_text(text, encoding="utf-8")
         try:

@@ -240,3 +240,4 @@ def test_a_finished_name_says_so_and_another_config_is_refused(local_ray, tmp_pa
     ):
         tiny_trainer(tmp_path, "done", steps=4, **ALONE).fit()
     assert (tmp_path / "done" / "weights.safetensors").stat().st_mode == (tmp_path / "done" / "loss.png").stat().st_mode
+    assert (tmp_path / "done").stat().st_mode & 0o777 == 0o700

@@ -6,12 +6,16 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from elastic_ring.cli import train
 from elastic_ring.config import RunConfig, environment
 from elastic_ring.files import private_folder, user_folder
+from elastic_ring.integrations.ray_train import ops
+from elastic_ring.integrations.ray_train.run_records import Records
 from elastic_ring.integrations.ray_train.settings import Zero3Config
 from elastic_ring.runtime.gpu import device
 
@@ -55,6 +59,31 @@ def test_each_place_is_inside_a_folder_of_this_user_alone(shared, place):
     assert top == user_folder(shared)
     assert stat.filemode(top.stat().st_mode) == "drwx------"
     assert place() == where, "and it is found again"
+
+
+def _submitted(folder: Path) -> None:
+    train.build(train.parse(["--run-dir", str(folder)])).submission().write_record()
+
+
+RUN_FOLDERS: dict[str, Callable[[Path], object]] = {
+    "a driver's": _submitted,
+    "ZeRO-3's": Records,
+    "NVMe swap of one's own": ops.check_swap_folder,
+}
+
+
+@pytest.mark.parametrize("make", RUN_FOLDERS.values(), ids=list(RUN_FOLDERS))
+def test_a_run_s_new_folder_is_of_one_user_and_one_that_is_there_keeps_its_mode(tmp_path, make):
+    (tmp_path / "open").mkdir(0o755)
+    before = os.umask(0o022)
+    try:
+        for name in ("runs/new", "open"):
+            with suppress(ValueError):  # of a file system without direct I/O
+                make(tmp_path / name)
+    finally:
+        os.umask(before)
+    modes = {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("runs", "runs/new", "open")}
+    assert modes == {"runs": 0o755, "runs/new": 0o700, "open": 0o755}
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=list(PLACES))
