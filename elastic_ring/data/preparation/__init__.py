@@ -11,6 +11,8 @@ from elastic_ring.validation import Must, NonNegativeInt, PositiveInt, settings
 
 OnBadInput = Literal["fail", "skip"]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+MAX_RECORD_BYTES = 64 * 2**20
+"""The most bytes of a line, of a record's document, and of a document out of a compressed file."""
 
 
 @settings

@@ -3,22 +3,33 @@
 A conversation goes through the tokenizer's own chat template. Its assistant turns count, as the template's marks
 `{% generation %}` say. A template without marks is rendered up to each assistant turn and with it: what was added is
 the turn. `transformers` is imported only where a tokenizer is opened.
+
+A template is a stranger's program: it runs in a process of its own, with a bound on memory and time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import resource
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any, TypedDict, cast
+from weakref import finalize
 
 import numpy as np
 
 from elastic_ring.data.packing import Counted, Tokens
+from elastic_ring.data.preparation import MAX_RECORD_BYTES
 from elastic_ring.data.tokenizer import open_saved, open_tokenizer
-from elastic_ring.files import plain_json
+from elastic_ring.files import cut, plain_json
 
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 SHAREGPT = {**ROLES, "human": "user", "gpt": "assistant"}
@@ -29,6 +40,9 @@ RULES = 3
 """Version of what records become. Raise it with every change: no preparation then goes on under other rules."""
 CALL = {"place": "here"}
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+RENDER_S, RENDER_BYTES = 5.0, 1 << 30
+"""CPU time and memory, beside its process's own, of one rendering of a template."""
+ANSWER_S = 60.0
 PUT_MARKS = "put {% generation %} and {% endgeneration %} around the assistant's text in the template, or "
 
 
@@ -140,6 +154,59 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
+# ------------------------------------------------------------ a template in a process of its own
+
+
+Rendered = tuple[str, list[tuple[int, int]]]
+"""What a template writes, and from where to where it marks that."""
+
+
+_IDLE: dict[int, Connection] = {}
+"""The way to the process that renders for this one, by this one's PID: a fork has none."""
+
+
+def _begin() -> Connection:
+    """The way to a new process, which is killed once the connection is dropped."""
+    ours, theirs = Pipe()
+    call = f"render({theirs.fileno()}, {RENDER_S}, {RENDER_BYTES})"
+    program = f"import sys; sys.path = sys.argv[1:]; from {__name__} import render; {call}"
+    with theirs:
+        command, own = [sys.executable, "-c", program, *sys.path], os.getpid()
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+
+    def end() -> None:
+        if os.getpid() == own:
+            process.kill()
+            process.wait()
+
+    finalize(ours, end)
+    return ours
+
+
+def render(descriptor: int, most_s: float, most_bytes: int) -> None:
+    """Render what is asked for on a connection until it is dropped; end where a template goes beyond its bounds."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    own_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (own_bytes + most_bytes,) * 2)
+    connection = Connection(descriptor)
+    with suppress(EOFError, MemoryError):
+        while True:
+            request = connection.recv()
+            signal.setitimer(signal.ITIMER_PROF, most_s)  # whose signal ends the process
+            try:
+                (text,), spans = render_jinja_template(**request)
+                if len(text) > MAX_RECORD_BYTES:
+                    return
+                answer: object = text, [*spans, []][0]
+            except MemoryError:
+                return
+            except Exception as error:  # templates raise what they like
+                answer = cut(f"{type(error).__name__}: {error}", 500)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send(answer)
+
+
 # ------------------------------------------------------------ from messages to tokens
 
 
@@ -160,6 +227,7 @@ class ChatTokenizer:
                 "(chat_template.jinja), or give the tokenizer of a model that chats"
             ) from error
         self._has_marks = bool(MARKS.search(template)) and self._tokenizer.is_fast
+        self._where = where
         self._way_out = ("" if self._has_marks else PUT_MARKS) + "leave such conversations out"
         self._arguments = self._kind_of_arguments()
         identity = [RULES, plain.sha256, template, self._tokenizer.special_tokens_map]
@@ -175,10 +243,12 @@ class ChatTokenizer:
         masks: list[Any] = []
         messages = [_with_arguments(message, self._arguments) for message in messages]
         if self._has_marks:
-            encoding = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-            ids, masks = encoding["input_ids"], [encoding["assistant_masks"]]
+            text, spans = self._rendered(messages, tools)
+            encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            ids = encoding["input_ids"]
+            begins, ends = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+            edges = np.asarray([*spans, (len(text) + 1,) * 2], dtype=np.int64).T
+            masks = [ends > edges[0][np.searchsorted(edges[1], begins, side="right")]]  # the first that is not over
         if not masks or len(turns) < sum(message["role"] == "assistant" for message in messages):
             ids, in_turns = self._by_prefixes(messages, turns, tools)
             masks.append(in_turns)
@@ -199,21 +269,47 @@ class ChatTokenizer:
     def _with_call(self, arguments: object) -> str | None:
         """What the template writes of a call with these arguments; None where it refuses it."""
         call = {"id": "000000000", "type": "function", "function": {"name": "look", "arguments": arguments}}
-        turns = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        question: Message = {"role": "user", "content": "Look."}
+        turns = [question, cast(Message, {"role": "assistant", "content": "", "tool_calls": [call]})]
         try:
-            return str(self._tokenizer.apply_chat_template(turns, tokenize=False))
-        except Exception:  # templates raise what they like
+            return self._rendered(turns)[0]
+        except ValueError:
+            if os.getpid() not in _IDLE:  # it went beyond its bounds
+                raise
             return None
+
+    def _rendered(self, messages: Sequence[Message], tools: list[Any] | None = None, asks: bool = False) -> Rendered:
+        """`asks`: for the beginning of an answer. Raises ValueError for what it raises, and beyond its bounds."""
+        request = {
+            **self._tokenizer.special_tokens_map,
+            "conversations": [[{key: part for key, part in m.items() if part is not None} for m in messages]],
+            "tools": tools,
+            "chat_template": self._tokenizer.get_chat_template(None, tools),
+            "return_assistant_tokens_mask": self._has_marks,
+            "add_generation_prompt": asks,
+        }
+        renderer, answer = _IDLE.pop(os.getpid(), None) or _begin(), None
+        with suppress(OSError, EOFError):
+            renderer.send(request)
+            answer = renderer.recv() if renderer.poll(ANSWER_S) else None
+        if answer is None:
+            raise ValueError(
+                f"tokenizer={self._where!r}: its chat template takes over {RENDER_S:g} s, {RENDER_BYTES >> 20} MiB of "
+                f"memory or {MAX_RECORD_BYTES >> 20} MiB of text for a conversation: mend it, or leave such ones out"
+            )
+        _IDLE[os.getpid()] = renderer
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        return cast(Rendered, answer)
 
     def _by_prefixes(
         self, messages: list[Message], turns: Sequence[int], tools: list[Any] | None
     ) -> tuple[list[int], Counted]:
         """The tokens, and which of them the `turns` add to the text before each."""
-        render = partial(self._tokenizer.apply_chat_template, tools=tools, tokenize=False)
-        texts = [render(messages)]
+        texts = [self._rendered(messages, tools)[0]]
         for turn in turns:
-            texts.append(render(messages[:turn], add_generation_prompt=True) if turn else "")
-            texts.append(render(messages[: turn + 1]))
+            texts.append(self._rendered(messages[:turn], tools, asks=True)[0] if turn else "")
+            texts.append(self._rendered(messages[: turn + 1], tools)[0])
         whole, *parts = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         counted = np.zeros(len(whole), dtype=np.bool_)
         if turns[0] == 0 and not self._has_marks:

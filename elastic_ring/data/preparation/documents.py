@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from elastic_ring.data.filesystem import READ_ERRORS, located, raise_if_away, reading
 from elastic_ring.data.listing import EXPORT
 from elastic_ring.data.manifest import Dropped
-from elastic_ring.data.preparation import OnBadInput
+from elastic_ring.data.preparation import MAX_RECORD_BYTES, OnBadInput
 from elastic_ring.data.preparation.chat import Conversations
 from elastic_ring.data.preparation.inputs import WHOLE, Piece, Span, open_arrow
 from elastic_ring.files import cut, plain_json
@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 1 << 20
 NUM_ROWS = 256  # of Parquet that are decoded at once, at most
-MAX_RECORD_BYTES = 64 * 2**20
-"""The most bytes of a line, of a record's document, and of a document out of a compressed file."""
 MAX_NAMED = 20
 """How many bad inputs of a piece are named; all are counted."""
 MAX_WORDS = 500  # characters about one bad input

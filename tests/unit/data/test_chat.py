@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from elastic_ring.cli import data as command
 from elastic_ring.config import StepConfig
 from elastic_ring.data.loader import IGNORE, slice_sample
 from elastic_ring.data.manifest import Manifest, digest_of, read_manifest
+from elastic_ring.data.preparation import chat as rendering
 from elastic_ring.data.preparation.piece import PieceWorker
 from elastic_ring.data.prepared import PreparedCorpus, PreparedTokens
 from elastic_ring.data.shards import TokenShards
@@ -133,7 +136,8 @@ def test_assistant_turns_count_and_nothing_else_whatever_the_records_are_called(
     assert len(documents) == 10
     reference = T.AutoTokenizer.from_pretrained(saved)  # whose template writes the same
     for document, conversation in zip(documents, conversations(), strict=True):
-        assert [token for token, _ in document] == [*reference.apply_chat_template(conversation)["input_ids"], 0]
+        right = reference.apply_chat_template(conversation, return_assistant_tokens_mask=True)
+        assert document == [*zip(right["input_ids"], map(bool, right["assistant_masks"]), strict=True), (0, False)]
         answers = [message["content"] for message in conversation if message["role"] == "assistant"]
         assert counted_text(saved, document) == "".join(answer + CLOSE for answer in answers)
     assert counted_of(tmp_path / "tabl", made["table.parquet"]) == documents
@@ -188,6 +192,45 @@ def test_arguments_of_a_call_are_written_once_whether_a_record_has_a_mapping_or_
         manifest = chat(tmp_path / f"out{number}", path, folder)
         (document,) = counted_of(tmp_path / f"out{number}", manifest)
         assert counted_text(saved, document) == f'<call>{{"city": "Bern"}}</call>{CLOSE}'
+
+
+BOMBS = {
+    "text": "{{ 'a' * 10**9 }}",
+    "formatted": "{{ '%300000000d' % 1 }}",
+    "doubled": "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "compared": "{% set n = namespace(a=[], b=[]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}"
+    "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=list(BOMBS))
+def test_a_template_beyond_its_bounds_is_refused_by_name(saved, tmp_path, bomb, monkeypatch) -> None:
+    """No operator of it need be forbidden, and what it runs need not be Python's own loops."""
+    monkeypatch.setattr(rendering, "_IDLE", {})
+    monkeypatch.setattr(rendering, "RENDER_S", 0.5)
+    monkeypatch.setattr(rendering, "RENDER_BYTES", 256 << 20)
+    folder = other(saved, tmp_path / "tokenizer", PLAIN + bomb)
+    source = write(tmp_path / "a.jsonl", [{"messages": messages("one", "two")}])
+    with pytest.raises(ValueError, match=rf"tokenizer='{folder}': its chat template takes over 0.5 s, 256 MiB of"):
+        chat(tmp_path / "out", source, folder)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10 < 1 << 30
+
+
+def test_a_conversation_that_takes_a_template_beyond_its_bounds_is_left_out_alone(saved, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(rendering, "_IDLE", {})
+    monkeypatch.setattr(rendering, "RENDER_S", 0.5)
+    bomb = "{% if messages[0].content == 'bomb' %}" + BOMBS["loops"] + "{% endif %}"
+    folder = other(saved, tmp_path / "tokenizer", PLAIN + bomb)
+    turns = [messages("one", "two"), messages("bomb", "two"), messages("three", "four")]
+    source = write(tmp_path / "a.jsonl", [{"messages": each} for each in turns])
+    manifest = chat(tmp_path / "out", source, folder, on_bad_input="skip", max_bad_share=0.5)
+    assert [counted_text(saved, each) for each in counted_of(tmp_path / "out", manifest)] == [
+        f"two{CLOSE}",
+        f"four{CLOSE}",
+    ]
+    assert os.getpid() in rendering._IDLE, "and its process renders on"
+    assert re.search(r"a\.jsonl.*its chat template takes over 0.5 s", manifest.dropped.bad[0])
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by prefixes"])
