@@ -243,7 +243,7 @@ def _nobody_holds(
         "ShardLost",
         f"cp_rank {ranks} has no verified holder left after step {ctx.state.committed - 1} was committed, "
         f"{no_copy} and {no_checkpoint}. Lost: {lost or 'nobody'}. Run it again with more "
-        "rings (dp) on more nodes, so that no single loss takes every holder of a shard, with copies, or with more "
+        "rings (dp) on more nodes, so that no single failure takes every holder of a shard, with copies, or with more "
         "checkpoints.",
         cp_ranks=ranks,
         step=step,

@@ -152,7 +152,7 @@ class Scenario:
             "step": around(1.0, spread, "x", origin),
             "links": Range(0.7, 1.0, 1.15, "x"),
             "jitter": Range(0.4, 1.0, 3.0, "x", self.eff.jitter_origin),
-            "gpu_hours": Range(*self.failures.gpu_hours, "GPU-hours between losses", "specified"),
+            "gpu_hours": Range(*self.failures.gpu_hours, "GPU-hours between failures", "specified"),
             "repair": Range(0.3, 1.0, 3.0, "x"),
             "rebuild": Range(0.4, 1.0, 3.0, "x"),
             "storage": Range(0.5, 1.0, 1.2, "x"),

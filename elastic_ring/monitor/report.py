@@ -343,9 +343,9 @@ def _membership_lines(status: StatusFile, news: Callable[[], tuple[float, bool]]
     if status:
         spares = status.get("spares") or []
         names = [str(spare["worker"] if isinstance(spare, dict) else spare) for spare in spares]
-        yield _row("spares", ", ".join(names) or "none: the next loss makes the mesh smaller")
+        yield _row("spares", ", ".join(names) or "none: the next failure makes the mesh smaller")
         if covered := status.get("covered"):
-            yield _row("a loss of", "; ".join(f"{loss}: {outcome}" for loss, outcome in covered.items()))
+            yield _row("failure of", "; ".join(f"{loss}: {outcome}" for loss, outcome in covered.items()))
         if news()[1]:
             yield _row("", "members and spares are those of the last news, and may be gone")
 

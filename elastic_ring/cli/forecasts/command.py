@@ -38,7 +38,7 @@ def options() -> argparse.ArgumentParser:
     add("--budget", help="dollars: 12M")
     add("--search", action="store_true", help="other meshes, offload, spares, GPU types: the front of cost and time")
     add("--stages", metavar="FILE", help="a TOML file of [[stage]] tables: each stage and the chance that all pass")
-    add("--from-run", type=Path, metavar="RUN", help="a run's folder: its step and losses correct the forecast")
+    add("--from-run", type=Path, metavar="RUN", help="a run's folder: its step and failures correct it")
     add("--score", type=Path, nargs="+", metavar="RUN", help="how wrong the forecast was of runs that have ended")
     add("--plot", type=Path, metavar="DIR", help="write five pictures there; needs matplotlib")
     add("--json", action="store_true", help="print JSON")

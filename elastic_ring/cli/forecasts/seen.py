@@ -166,7 +166,7 @@ def score(folders: list[Path], fleet: Fleet) -> list[str]:
             points.append(abs(goodput - seen.figures["goodput"]))
             losses = ", ".join(f"{number} {scope}" for scope, number in seen.losses.items()) or "none"
             lines.append(
-                f"{folder.name}: with its losses ({losses}) {beside('goodput', goodput, seen.figures['goodput'])}"
+                f"{folder.name}: with its failures ({losses}) {beside('goodput', goodput, seen.figures['goodput'])}"
             )
     if off:
         lines.append(f"steps of {len(off)} runs: {statistics.mean(off):.1%} wrong on average")

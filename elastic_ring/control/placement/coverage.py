@@ -48,7 +48,7 @@ HOSTS, DOMAINS = ("any host", "any two hosts"), ("any failure domain", "any two 
 
 
 def describe(costs: Mapping[str, str]) -> str:
-    return "a loss of " + "; ".join(f"{loss}: {outcome}" for loss, outcome in costs.items())
+    return "a failure of " + "; ".join(f"{loss}: {outcome}" for loss, outcome in costs.items())
 
 
 def without_holder(mesh: Mesh, mode: CopyMode, has_checkpoints: bool) -> int:

@@ -15,7 +15,7 @@ NAMES: Mapping[str, str] = {
     "step": "step time",
     "links": "links",
     "jitter": "slowest rank",
-    "gpu_hours": "time between losses",
+    "gpu_hours": "time between failures",
     "repair": "repair of a host",
     "rebuild": "rebuild of groups",
     "storage": "storage",

@@ -267,7 +267,7 @@ class NodeMonitor:
                 return
             except Exception:
                 if left_s <= 0:
-                    log.exception("could not report to Ray that node %s leaves; its loss will be noticed", node)
+                    log.exception("could not report to Ray that node %s leaves; its end will be noticed", node)
                     return
                 log.warning(
                     "could not report to Ray that node %s leaves in %.0f s; tries again", node, left_s, exc_info=True

@@ -191,7 +191,7 @@ class RunRecorder:
         checkpoints = self.detectors.checkpoints
         if num_intervals := checkpoints.take_report():
             self.recoveries.say(
-                f"no checkpoint for {num_intervals} intervals, since step {checkpoints.step}; a loss "
+                f"no checkpoint for {num_intervals} intervals, since step {checkpoints.step}; a failure "
                 "of all holders of a shard, or of the cluster, goes back to there"
             )
         return events

@@ -1,6 +1,6 @@
 """What the cluster has room for before a run's coordinator starts: the mesh, and copies of the ranks' state.
 
-Waits for the autoscaler where the user asked for that. What a loss costs is said in the words of
+Waits for the autoscaler where the user asked for that. What a failure costs is said in the words of
 `control.placement.coverage`.
 """
 
@@ -151,8 +151,8 @@ def shortage(scaling: ScalingConfig, nodes: Sequence[NodeInfo], resources: Mappi
 
 def with_settled_copies(run: RunConfig, mesh: Mesh, num_parameters: int, nodes: Sequence[NodeInfo]) -> RunConfig:
     """`run` without copies by default where a node lacks the memory for those of all ranks that it may hold, or does
-    not say what it has. Says what a loss costs on a mesh whose shards have one holder each."""
-    where = "they go to other processes of this node, so they cover the loss of processes, not of the node"
+    not say what it has. Says what a failure costs on a mesh whose shards have one holder each."""
+    where = "they go to other processes of this node, so they cover failures of processes, not of the node"
     on_one = f" on one node: {where}" * (len(nodes) == 1)
     if run.copies not in (AUTO, "0"):
         if on_one:

@@ -87,7 +87,7 @@ class SaveSchedule:
         self._is_asked = False
         self._missed_s = -math.inf
         self.wants_first = False
-        """Whether no checkpoint of the run counts yet. A run without a set interval takes one at once, since a loss
+        """Whether no checkpoint of the run counts yet. A run without a set interval takes one at once, since a failure
         before it may cost everything; not before there is memory for it."""
 
     def ask(self, terms: CheckpointTerms | None = None) -> None:
@@ -151,7 +151,7 @@ class SaveSchedule:
             return ""
         self._reported_s = interval_s
         return (
-            f"a checkpoint blocks for {self._cost_s:.3f} s and a loss is expected every "
+            f"a checkpoint blocks for {self._cost_s:.3f} s and a failure is expected every "
             f"{self.mean_time_between_failures_s:.0f} s: the next checkpoint in {interval_s:.0f} s"
         )
 

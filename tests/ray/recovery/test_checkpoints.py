@@ -226,7 +226,7 @@ def test_at_dp_1_the_loss_of_a_rank_costs_the_steps_since_the_checkpoint_and_no_
     fault = "kill@step=5,phase=vote,rank=1"
     summary = run(tmp_path, "one-ring", dp=1, run={**EVERY_3, "copies": "0"}, faults=fault)
     assert [recovery["source"] for recovery in summary["recoveries"]] == ["checkpoint"]
-    way_out = "a loss of any process: back to the newest checkpoint (one each 3 step(s)). copies=1 (--copies 1)"
+    way_out = "a failure of any process: back to the newest checkpoint (one each 3 step(s)). copies=1 (--copies 1)"
     assert way_out in caplog.text
     assert bits(summary) == bits(reference)
 

@@ -685,7 +685,7 @@ def test_the_interval_follows_cost_and_failures_within_bounds_where_nobody_sets_
     assert schedule.interval_s == pytest.approx(293.4, abs=0.5)
     schedule.mean_time_between_failures_s = 60.0
     assert schedule.interval_s == 30.0
-    assert "a loss is expected every 60 s: the next checkpoint in 30 s" in schedule.news()
+    assert "a failure is expected every 60 s: the next checkpoint in 30 s" in schedule.news()
     assert schedule.news() == "", "said once"
     assert SaveSchedule(CheckpointConfig(every_s=9.0)).news() == "", "it is set"
     assert not SaveSchedule(CheckpointConfig(every_steps=0)).is_due(100, 100)

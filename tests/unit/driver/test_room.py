@@ -226,7 +226,7 @@ def settled(
 def test_one_ring_has_copies_by_default_where_the_nodes_have_the_memory(caplog):
     copies, told = settled(caplog, Mesh(1, 2), node("a", 2.1, 1), node("b", 2.1, 1))
     assert copies == "auto"
-    assert "1.0 GiB of host memory a rank; a loss of any process: back to copies (one each 10 step(s))" in told
+    assert "1.0 GiB of host memory a rank; a failure of any process: back to copies (one each 10 step(s))" in told
     assert "on one node" not in told
     copies, told = settled(caplog, Mesh(1, 2), node("a", 4.1))
     assert (copies, "on one node: they go to other processes of this node" in told) == ("auto", True)
@@ -234,19 +234,19 @@ def test_one_ring_has_copies_by_default_where_the_nodes_have_the_memory(caplog):
         copies, told = settled(caplog, Mesh(1, 2), *nodes)
         assert copies == "0"
         assert "would take 2.0 GiB of the" in told
-        assert "a loss of any process: back to the newest checkpoint (the first after step 1, the others" in told
+        assert "a failure of any process: back to the newest checkpoint (the first after step 1, the others" in told
 
 
 def test_one_rank_and_refused_copies_say_what_a_loss_costs(caplog):
     every_7, none = CheckpointConfig(every_steps=7), CheckpointConfig(every_steps=0)
     _, told = settled(caplog, Mesh(1, 1), node("a", 9.0), checkpoints=every_7)
     assert (
-        "one rank: nobody else holds its state; a loss of any process: back to the newest checkpoint (one each 7"
+        "one rank: nobody else holds its state; a failure of any process: back to the newest checkpoint (one each 7"
         in told
     )
     copies, told = settled(caplog, Mesh(1, 2), node("a", 9.0), copies="0", checkpoints=none)
     assert copies == "0"
-    assert "copies=0: nobody else holds a worker's state; a loss of any process: back to the first step. " in told
+    assert "copies=0: nobody else holds a worker's state; a failure of any process: back to the first step. " in told
     _, told = settled(caplog, Mesh(1, 1), node("a", 9.0), checkpoints=CheckpointConfig(every_s=9.0))
     assert "(one each 9 s)" in told
     assert settled(caplog, Mesh(1, 2), node("a", 0.1), node("b", 0.1), copies="1") == ("1", ""), "asked for"

@@ -96,7 +96,7 @@ def test_score_takes_the_forecast_that_was_made_and_the_losses_that_came(
     assert command.main(["--score", str(run)]) == 0
     out = capsys.readouterr().out
     assert "step: forecast 5 s, seen 5.11 s (-2 %)" in out
-    assert "with its losses (1 process, 1 frozen) goodput: forecast 94.4 %" in out, out
+    assert "with its failures (1 process, 1 frozen) goodput: forecast 94.4 %" in out, out
 
 
 def test_a_run_corrects_the_step_and_narrows_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -384,7 +384,7 @@ def test_only_the_last_recoveries_are_shown_with_their_number(run: Path) -> None
     text = render_status(run, now_unix_s=5000.0)
     assert "recoveries 12, the last 5:" in text
     assert [f"of step {step};" in text for step in range(12)] == [False] * 7 + [True] * 5
-    assert "spares     none: the next loss makes the mesh smaller" in text
+    assert "spares     none: the next failure makes the mesh smaller" in text
 
 
 def test_goodput_says_where_the_rest_of_the_time_went() -> None:
