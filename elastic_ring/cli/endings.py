@@ -41,4 +41,5 @@ ENDINGS = (
 
 
 def status_of(error: BaseException) -> int:
-    return next(ending.status for ending in ENDINGS if ending.kind is not None and isinstance(error, ending.kind))
+    statuses = (ending.status for ending in ENDINGS if ending.kind is not None and isinstance(error, ending.kind))
+    return next(statuses, 1)  # of an error that no run ends with, such as a cluster that is not there

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
             rows = [{"line": point.line(), **{name: getattr(point, name) for name in names}} for point in front]
             print(json.dumps({"tried": tried, "front": rows}, indent=1))
             return 0
-        print(f"{tried:,} configurations; the front of cost and time:")
+        print(f"{tried:,} configurations; the front of mean cost and mean time:")
         print("\n".join(f"  {point.line()}" for point in front) or "  none fits")
         return 0
     warnings = []

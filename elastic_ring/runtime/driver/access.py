@@ -8,6 +8,7 @@ from __future__ import annotations
 import getpass
 import logging
 import os
+import re
 import secrets
 import socket
 import stat
@@ -22,6 +23,7 @@ import grpc
 import psutil
 import ray
 from ray._common.utils import get_ray_address_file
+from ray._private.ray_logging import stdout_deduplicator
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
@@ -31,7 +33,11 @@ from elastic_ring.files import printable
 log = logging.getLogger(__name__)
 
 MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+WANTS_TOKEN = f"wants {MODE}=token here, and its token in ~/.ray/auth_token or {TOKEN}"
 TLS = "RAY_USE_TLS"  # strangers need a certificate, and this process's own question would have to show it
+WORKER_DIED = "^A worker died or was killed while executing a task by an unexpected system error"
+"""Ray's paragraph on stdout at each death, planned ones too, that guesses at memory and SIGSEGV. The run's line names the
+cause, and the way in which an actor without a run died is in the error of its call."""
 NAMESPACE = "elastic_ring"
 """Of Ray, in which a run's actors have their names."""
 ANSWER_S = 2.0
@@ -65,12 +71,20 @@ def connect(address: str = "auto", **how: Any) -> None:
             and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
         ):
             use({MODE: "token"})
-        _init(address, **how)
+        loader, mode = AuthenticationTokenLoader.instance(), environment().get(MODE, "disabled").lower()
+        token = loader.get_raw_token() if mode == "token" and loader.has_token(ignore_auth_mode=True) else ""
+        is_asked = mode in ("token", "disabled") and not uses_tls()  # Ray would ask for 20 s, with a line each second
+        if not is_asked or refusal(address, token) != grpc.StatusCode.UNAUTHENTICATED:
+            _init(address, **how)
+            return
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        reason = str(error).partition(". ")[0]
         raise ConnectionError(
-            f"{address}: no Ray cluster answers there ({error}); one that asks for a token wants RAY_AUTH_MODE=token "
-            "here, and its token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+            f"{address}: no Ray cluster answers there ({reason}); one that asks for a token {WANTS_TOKEN}"
         ) from error
+    raise ConnectionError(
+        f"{address}: that Ray cluster asks for {'another' if token else 'a'} token, and {WANTS_TOKEN}"
+    )
 
 
 def start(**how: Any) -> None:
@@ -81,6 +95,8 @@ def start(**how: Any) -> None:
 
 def _init(address: str, **how: Any) -> None:
     """The only call of `ray.init` in this package; its callers have set the token."""
+    if stdout_deduplicator.skip_re is None:  # else RAY_DEDUP_LOGS_SKIP_REGEX says what is left out
+        stdout_deduplicator.skip_re = re.compile(WORKER_DIED)
     ray.init(address=address, log_to_driver=False, **how)
 
 
@@ -223,7 +239,7 @@ def _close_to_others(path: Path) -> None:
 @cache
 def warn_if_open(head: str) -> None:
     """Warn once of a Ray without a token, which runs anybody's code. `head`: HOST:PORT of its control store."""
-    if environment().get(TLS, "0").lower() in ("1", "true"):
+    if uses_tls():
         return
     try:
         user = getpass.getuser()
@@ -242,16 +258,26 @@ def warn_if_open(head: str) -> None:
             return
 
 
+def uses_tls() -> bool:
+    return environment().get(TLS, "0").lower() in ("1", "true")
+
+
 def answers(address: str, token: str = "") -> bool:
     """Whether a control store listens there and answers a client with this token, or without one."""
+    return refusal(address, token) is None
+
+
+def refusal(address: str, token: str = "") -> grpc.StatusCode | None:
+    """Why a control store there gives a client with this token, or without one, no answer; None if it answers."""
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         store = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         try:
             store.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=ANSWER_S, metadata=metadata)
-        except grpc.RpcError:
-            return False
-    return True
+        except grpc.RpcError as error:
+            status: grpc.StatusCode = error.code()
+            return status
+    return None
 
 
 def beyond_loopback(host: str) -> list[str]:

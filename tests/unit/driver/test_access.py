@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from ray._private.services import GCS_SERVER_EXECUTABLE, resolve_ip_for_localhost
+from ray._private.worker import print_to_stdstream
 
 from deploy.drills.local_cluster import new_access, using
 from elastic_ring.config import environment
@@ -67,6 +68,23 @@ def test_who_asks_for_no_token_is_told_once_loopback_or_not(store, caplog):
     told = [record.getMessage() for record in caplog.records if "can run code on this Ray" in record.getMessage()]
     assert len(told) == (mode == "disabled")
     assert all(access.joined(reached[0], port) in line for line in told)
+
+
+def test_a_cluster_that_asks_for_a_token_is_told_in_a_line_at_once(store, monkeypatch):
+    mode, port = store
+    address = next(access.joined(host, port) for host in access.beyond_loopback("127.0.0.1"))
+    joined = list[str]()
+    monkeypatch.setattr(access, "_init", lambda address, **how: joined.append(address))
+    for own, which in (("", "a"), ("b" * 64, "another")):
+        with using({access.MODE: "token" if own else "disabled", access.TOKEN: own}):
+            if mode == "disabled":
+                access.connect(address)
+                continue
+            with pytest.raises(ConnectionError, match=f"asks for {which} token, and wants RAY_AUTH_MODE=token here"):
+                access.connect(address)
+    with using({access.MODE: "token", access.TOKEN: OWN}):
+        access.connect(address)
+    assert joined == [address] * (3 if mode == "disabled" else 1)
 
 
 @contextmanager
@@ -152,6 +170,7 @@ def test_a_command_without_the_token_says_what_is_wanted(command, tmp_path):
     start = f"elastic-ring {command[0]}: ConnectionError: 127.0.0.1:1: no Ray cluster answers there ("
     assert start in ended.stderr
     assert "wants RAY_AUTH_MODE=token here, and its token in ~/.ray/auth_token or RAY_AUTH_TOKEN" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_where_a_cluster_refuses_the_way_out_is_a_ray_of_ones_own(monkeypatch, tmp_path):
@@ -211,6 +230,17 @@ def test_a_drills_ray_asks_for_the_users_token_or_for_one_of_its_own(monkeypatch
     monkeypatch.delitem(environment(), access.TOKEN)
     one, another = (new_access() for _ in range(2))
     assert one[access.TOKEN] != another[access.TOKEN]
+
+
+def test_rays_guesses_at_a_death_are_left_out_and_its_other_lines_are_not(monkeypatch, capsys):
+    monkeypatch.setattr(access.stdout_deduplicator, "skip_re", None)
+    monkeypatch.setattr(access.ray, "init", lambda **how: None)
+    for printed in (True, False):
+        for reason in ("A worker died or was killed while executing a task by an unexpected system error.", "2 killed"):
+            lines = [f"{reason} {printed}"]
+            print_to_stdstream({"lines": lines, "pid": "raylet", "is_err": False}, ignore_prefix=False)
+            assert (reason in capsys.readouterr().out) == (printed or reason == "2 killed")
+        access._init("local")
 
 
 def test_no_other_module_of_the_package_starts_or_joins_ray():
