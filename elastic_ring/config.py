@@ -471,8 +471,8 @@ class RunConfig:
         Flag("copies"),
     ] = "auto"
     """Copies of each rank's state in the host memory of other ranks, on other nodes where there are some: 0, 1 or 2
-    whole ones, or parity:G, one XOR for each G ranks, which covers a failure of one of them. auto: one while the mesh is
-    a single ring, so that no other rank holds a shard, if the nodes have the memory (48 bytes x parameters / cp a
+    whole ones, or parity:G, one XOR for each G ranks, which covers a failure of one of them. auto: one while the mesh
+    is a single ring, so that no other rank holds a shard, if the nodes have the memory (48 bytes x parameters / cp a
     rank); else none."""
     copy_every_steps: PositiveInt = 10
     """Steps between copies: at most so many run again after a failure that a copy covers."""
