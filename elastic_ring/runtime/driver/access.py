@@ -36,8 +36,8 @@ MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PAT
 WANTS_TOKEN = f"wants {MODE}=token here, and its token in ~/.ray/auth_token or {TOKEN}"
 TLS = "RAY_USE_TLS"  # strangers need a certificate, and this process's own question would have to show it
 WORKER_DIED = "^A worker died or was killed while executing a task by an unexpected system error"
-"""Ray's paragraph on stdout at each death, planned ones too, that guesses at memory and SIGSEGV. The run's line names the
-cause, and the way in which an actor without a run died is in the error of its call."""
+"""Ray's paragraph on stdout at each death, planned ones too, that guesses at memory and SIGSEGV. The run's line names
+the cause."""
 NAMESPACE = "elastic_ring"
 """Of Ray, in which a run's actors have their names."""
 ANSWER_S = 2.0
