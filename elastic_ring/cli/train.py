@@ -398,7 +398,7 @@ def _train_beside_ray(settings: TrainSettings) -> int:
 
 
 def _train(settings: TrainSettings, trainer: ElasticRingTrainer) -> int:
-    from elastic_ring.cli.forecasts.seen import beside, forecast_on_record
+    from elastic_ring.cli.forecasts.seen import forecast_on_record, lines_of_end
     from elastic_ring.monitor.metrics_log import StepTable
     from elastic_ring.tuning.report import Prediction, training_terms
 
@@ -423,9 +423,8 @@ def _train(settings: TrainSettings, trainer: ElasticRingTrainer) -> int:
     planned = forecast_on_record(result.path)
     if line := forecast_line(int(planned.get("gpu_bytes", 0)), int(seen.get("gpu_bytes", 0))):
         print(f"GPU memory: {line}")
-    for name in ("step_s", "goodput"):
-        if name in planned and name in seen:
-            print(beside(name, planned[name], seen[name]))
+    for line in lines_of_end(settings, planned, seen):
+        print(line)
     if predicted is not None and "step_s" in seen:
         trained = dataclasses.replace(
             trainer.task.step, steps=summary["steps"]

@@ -110,6 +110,10 @@ class Scenario:
         return float(self.step.tokens_per_step)
 
     @property
+    def num_steps(self) -> float:
+        return self.tokens / self.tokens_per_step
+
+    @property
     def checkpoint_bytes(self) -> float:
         return float(SNAPSHOT_BYTES) * self.plan.num_parameters
 
@@ -170,7 +174,7 @@ class Scenario:
         written_s = self.checkpoint_bytes / (self.fleet.links.storage_gb_s * 1e9 * draws["storage"])
         checkpoints = self.run.checkpoint_config
         if not checkpoints.is_on:  # as long as the run
-            interval_s: Number = self.tokens / self.tokens_per_step * np.asarray(step_s, dtype=float)
+            interval_s: Number = self.num_steps * np.asarray(step_s, dtype=float)
         elif checkpoints.every_s is not None:
             interval_s = np.maximum(checkpoints.every_s, written_s)
         else:
@@ -209,7 +213,7 @@ class Scenario:
         spot, goodput = self._spot(draws), np.maximum(goodput, 0.02)
         if spot is not None:
             goodput = np.minimum(goodput, spot.share_paid * self.num_gpus / self.scaling.mesh.size)
-        run_s = self.tokens / self.tokens_per_step * step_s / goodput
+        run_s = self.num_steps * step_s / goodput
         gpu_hours = run_s / HOUR * self.num_gpus
         totals = {"step_s": step_s, "goodput": goodput, "run_s": run_s, "gpu_hours": gpu_hours}
         totals["paid_hours"] = gpu_hours if spot is None else gpu_hours * spot.share_paid
@@ -255,7 +259,7 @@ def forecast(scenario: Scenario, seed: int = 0, num_draws: int = NUM_DRAWS) -> F
         scenario.shape(drawn, step_s),
         scenario.failures,
         drawn["gpu_hours"],
-        scenario.tokens / scenario.tokens_per_step * step_s,
+        scenario.num_steps * step_s,
         CommonRandomNumbers(rng, num_draws),
         drawn["repair"],
         steady=True,

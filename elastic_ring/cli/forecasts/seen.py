@@ -17,7 +17,7 @@ from elastic_ring.forecast.goodput import PRIORS, goodput_with
 from elastic_ring.forecast.pass_choice import PassChoice
 from elastic_ring.forecast.scenario import Scenario, default_efficiency, totals_at
 from elastic_ring.forecast.sizing.machines import Fleet, Links, named_fleet
-from elastic_ring.forecast.sizing.rates import Rates
+from elastic_ring.forecast.sizing.rates import Rates, read_rates
 from elastic_ring.monitor.goodput import WARM_STEPS, seen_of
 from elastic_ring.monitor.json_files import as_written, read_json, readable_json
 from elastic_ring.monitor.metrics import CONFIG_NAME, METRICS_NAME, SUMMARY_NAME
@@ -26,7 +26,8 @@ CORE_FLOPS, CPU_STEP_S = 36e9, 0.1
 """FLOP/s of a CPU core in fp32, and the fixed seconds of a step: two cores take 1.37 s for the laptop preset
 (benchmarks/results/checkpoint), and 0.57 s for half of its tokens."""
 COORDINATOR_DIED, NODE_GONE = "the coordinator died", "node lost|unreachable"
-UNITS = {"step_s": ("step", 1.0, "s"), "gpu_bytes": ("memory", 2.0**30, "GiB"), "goodput": ("goodput", 0.01, "%")}
+UNITS = {"step_s": ("step", 1.0, "s"), "gpu_bytes": ("memory", 2.0**30, "GiB")}
+UNITS |= {"goodput": ("goodput after the start", 0.01, "%")}
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def planned(settings: TrainSettings, gpu: str | None, num_cores: int, load: floa
     if settings.scaling.device == "cuda":
         if gpu is None:
             return {}
-        scenario = scenario_of_run(settings, named_fleet(gpu))
+        rates = None if settings.machine is None else read_rates(Path(settings.machine))
+        fleet = named_fleet(gpu) if rates is None else rates.fleet(named_fleet(gpu))
+        scenario = scenario_of_run(settings, fleet, rates)
     else:
         scenario = on_cores(settings, num_cores, load)
     [figures] = totals_at([(scenario, scenario.medians())])
@@ -137,6 +140,13 @@ def beside(name: str, forecast: float, seen: float) -> str:
     title, scale, unit = UNITS[name]
     off = f"{100 * (forecast - seen):+.1f} points" if name == "goodput" else f"{100 * (forecast / seen - 1):+.0f} %"
     return f"{title}: forecast {forecast / scale:.3g} {unit}, seen {seen / scale:.3g} {unit} ({off})"
+
+
+def lines_of_end(settings: TrainSettings, forecast: Mapping[str, float], seen: Mapping[str, float]) -> list[str]:
+    """What `train` ends with. The step is left out where no measurement of this machine was the forecast's."""
+    is_calibrated = settings.machine is not None and settings.scaling.device == "cuda"
+    names = [name for name in ("step_s", "goodput") if name in forecast and name in seen]
+    return [beside(name, forecast[name], seen[name]) for name in names if name == "goodput" or is_calibrated]
 
 
 def score(folders: list[Path], fleet: Fleet) -> list[str]:

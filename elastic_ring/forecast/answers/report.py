@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from elastic_ring.forecast.answers.search import fitting_changes
@@ -56,7 +57,7 @@ def lines(forecast: Forecast, deadline_s: float | None, budget_usd: float | None
 
     def row(name: str, key: str, unit: float, label: str, origin: Origin) -> str:
         low, middle, high = (short(value / unit) for value in forecast.quantiles(key))
-        return f"{name} {middle} {label}".rstrip() + f" (80 %: {low} to {high}) [{origin}]"
+        return f"{name} {middle} {label}".rstrip() + f" (median, 80 %: {low} to {high}) [{origin}]"
 
     text = [
         *_memory_lines(scenario, tags["memory"]),
@@ -75,10 +76,10 @@ def lines(forecast: Forecast, deadline_s: float | None, budget_usd: float | None
         row("energy", "mwh", 1.0, "MWh", "specified"),
     ]
     if cost and scenario.price:
-        a_token = forecast.middle["usd"] / scenario.tokens * 1e6
+        a_token = forecast.quantiles("usd")[1] / scenario.tokens * 1e6
         text += [
             row("cost", "usd", 1.0, "USD", tags["usd"]),
-            f"  {a_token:.3g} USD a million committed tokens; {scenario.price.kind}, {scenario.price.date}, "
+            f"  {a_token:.3g} USD a million committed tokens (median); {scenario.price.kind}, {scenario.price.date}, "
             f"{scenario.price.source}",
         ]
     spot = scenario.shape(scenario.medians(), 1.0).spot
@@ -92,7 +93,7 @@ def lines(forecast: Forecast, deadline_s: float | None, budget_usd: float | None
     text += [f"probability of {name}: {chance:.0%}" for name, chance in chances.items()]
     if not scenario.fits:
         text.append(f"a rank does not fit a {scenario.fleet.gpu}: nothing of this runs there")
-    text.append(f"what moves it most ({'cost, USD' if cost else 'time, s'}, at P10 and P90 of the input):")
+    text.append(f"what moves it most (mean {'cost, USD' if cost else 'time, s'}, at P10 and P90 of the input):")
     text += [
         f"  {NAMES[name]:<22} {short(low):>9} {short(high):>9} [{inputs[name].origin}]"
         for name, low, high in forecast.tornado
@@ -117,9 +118,12 @@ def _memory_lines(scenario: Scenario, origin: Origin) -> list[str]:
         last = f"  cheapest change that fits: {name} ({ratio:.3g} x the GPU time a token)"
     else:
         last = "  no change of offload, recomputation or cp makes it fit"
+    step = scenario.step
     return [
         f"{short(plan.num_parameters)} parameters, {mesh}, {scenario.scaling.spares} spare(s) on {scenario.num_gpus} "
-        f"{fleet.gpu}{f' of {fleet.name}' * (fleet.name not in ('own', fleet.gpu))}, {short(scenario.tokens)} tokens",
+        f"{fleet.gpu}{f' of {fleet.name}' * (fleet.name not in ('own', fleet.gpu))}",
+        f"{short(scenario.tokens)} tokens in {math.ceil(scenario.num_steps):,} steps of {step.tokens_per_step:,}: "
+        f"{step.global_batch:,} sequences, context {step.context_tokens:,}",
         *(
             f"extrapolated x {ratio:.3g} in {size}, beyond the largest shape that was seen"
             for size, ratio in scenario.extrapolated.items()
@@ -162,6 +166,9 @@ def as_json(
         "gpu": scenario.fleet.gpu,
         "num_gpus": scenario.num_gpus,
         "tokens": scenario.tokens,
+        "tokens_per_step": scenario.step.tokens_per_step,
+        "context_tokens": scenario.step.context_tokens,
+        "steps": math.ceil(scenario.num_steps),
         "memory": {
             "needed_bytes": plan.needed_bytes,
             "tensor_bytes": plan.gpu_bytes,

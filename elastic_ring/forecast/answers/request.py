@@ -121,8 +121,8 @@ def stage_lines(stages: Sequence[Stage], make: Callable[[Stage], Scenario]) -> l
         lines += [
             f"{stage.name}: {short(scenario.plan.num_parameters)} parameters on {scenario.num_gpus} "
             f"{scenario.fleet.gpu}, {fits}",
-            f"  days {days[1] / DAY:.3g} (80 %: {days[0] / DAY:.3g} to {days[2] / DAY:.3g}), USD {short(usd[1])} "
-            f"({short(usd[0])} to {short(usd[2])}), goodput {result.quantiles('goodput')[1]:.1%}",
+            f"  medians: days {days[1] / DAY:.3g} (80 %: {days[0] / DAY:.3g} to {days[2] / DAY:.3g}), USD "
+            f"{short(usd[1])} ({short(usd[0])} to {short(usd[2])}), goodput {result.quantiles('goodput')[1]:.1%}",
             f"  passes its gate: {gate.mean():.0%}; all until here: {passed.mean():.0%}",
         ]
     return lines

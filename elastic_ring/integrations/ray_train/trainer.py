@@ -228,7 +228,7 @@ class Zero3Trainer:
         if summary.get("steps", -1) < self.task.step.steps:
             return None
         refuse(decide_submission(ExistingRun(is_whole=True, has_weights=has_weights(self._run)), request))
-        log.info("run %s is finished already; its summary is in %s", self._run.name, folder)
+        ProgressLine(sys.stderr, 0).note(f"run {self._run.name} is finished already; its summary is in {folder}")
         return summary
 
     # ------------------------------------------------------------ the run

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE
 from elastic_ring.data.tokenizer import BYTES
-from elastic_ring.files import check_model_links
+from elastic_ring.files import check_model_links, printable
 from elastic_ring.integrations.transformers.checks import check_tokenizer, config_of, read_object
 from elastic_ring.integrations.transformers.export_config import (
     NOTE,
@@ -42,8 +43,8 @@ from elastic_ring.integrations.transformers.model import CONFIG_FILE
 from elastic_ring.integrations.transformers.module import build, class_of
 from elastic_ring.integrations.transformers.weights import INDEX
 from elastic_ring.model.config import ModelConfig
-from elastic_ring.monitor.json_files import as_written
-from elastic_ring.monitor.metrics import CONFIG_NAME
+from elastic_ring.monitor.json_files import as_written, readable_json
+from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME
 from elastic_ring.runtime.run_storage import RunRecords
 from elastic_ring.state.checkpoints.stored_weights import StoredWeights
 from elastic_ring.validation import from_plain
@@ -62,6 +63,23 @@ BESIDE_WEIGHTS = (
     "chat_template.jinja",
     "generation_config.json",
 )
+CARD = """---
+library_name: {library}
+tags: [elastic_ring]{hub}
+---
+
+# {name}
+
+{origin}: {training}.
+
+```python
+from transformers import AutoModelForCausalLM
+{load}
+```
+"""
+LOAD = 'model = AutoModelForCausalLM.from_pretrained("{name}")'
+LOAD_ADAPTERS = """from peft import PeftModel
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{name}")"""
 
 
 @dataclass(frozen=True)
@@ -119,6 +137,7 @@ def export(
         num_tensors, num_bytes = write_adapters(weights, trained.adapters, out, getattr(torch, dtype))
         shutil.copymode(out / "adapter_config.json", out / ADAPTERS)  # safetensors' files are their owner's alone
         _write_tokenizer(tokenizer, out, trained, was_asked=tokenizer != trained.tokenizer)
+        (out / "README.md").write_text(trained.card(out.name, merged=False), encoding="utf-8")  # over peft's form
         if lost:
             log.warning("%s", lost)
         return Exported(out, num_tensors, num_bytes, 1, dtype)
@@ -138,6 +157,7 @@ def export(
     out.mkdir(parents=True, exist_ok=True)
     num_bytes, num_files = _write_weights(model, value, empty, out, max_file_size)
     _write_tokenizer(tokenizer, out, trained, was_asked=tokenizer != trained.tokenizer)
+    (out / "README.md").write_text(trained.card(out.name, merged=merge), encoding="utf-8")
     config = config_of(plain)
     config.dtype, config.architectures = getattr(torch, dtype), [class_of(config).__name__]
     config.save_pretrained(out)  # last: a folder without a config does not load
@@ -158,6 +178,22 @@ class _Trained:
     exported_name: Callable[[str], str]
     buffers: Mapping[str, tuple[float, ...]]
     adapters: TrainedAdapters | None = None
+    base: str = ""
+    training: str = ""
+
+    def card(self, name: str, *, merged: bool) -> str:
+        """A model card. Of folders on this machine it has the last parts only, as it may be published."""
+        hub = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", f"{self.base}/")
+        base = f"{hub[1]}/{hub[2]}" if hub else printable(PurePath(self.base).name)
+        origin, library, load = f"A model trained from `{base}`", "transformers", LOAD
+        if self.adapters is not None:
+            lora, where = self.adapters.lora, "merged into" if merged else "above"
+            origin = f"LoRA adapters (r={lora.r}, alpha={lora.alpha:g}, {'+'.join(lora.target)}) {where} `{base}`"
+            library, load = (library, load) if merged else ("peft", LOAD_ADAPTERS)
+        origin = origin if base else "A model trained from first values"
+        hub_line = f"\nbase_model: {base}" if hub else ""
+        load = load.format(name=name, base=base)
+        return CARD.format(library=library, hub=hub_line, name=name, origin=origin, training=self.training, load=load)
 
     @classmethod
     def read(cls, folder: Path) -> _Trained:
@@ -169,11 +205,16 @@ class _Trained:
             step = recorded["step"]
             pattern = str(recorded.get("pattern") or "")
             context, dtype = int(step["context_tokens"]), str(step["param_dtype"])
+            num_steps = (readable_json(folder / SUMMARY_NAME) or step)["steps"]
+            training = f"{int(num_steps):,} steps of {int(step['global_batch']):,} sequences of {context:,} tokens"
+            if data := recorded.get("data"):
+                parts = PurePath(str(data.get("uri") or "")).parts[-2:]
+                training += printable(f" on {data['source']} {'/'.join(parts)}").rstrip()
             if own is not None:
                 kept = {name: tuple(map(float, values)) for name, values in own.get("buffers", {}).items()}
-                return cls(
-                    dict(own["config"]), pattern, context, dtype, str(own["folder"]), str, kept, TrainedAdapters.of(own)
-                )
+                base, adapters = str(own["folder"]), TrainedAdapters.of(own)
+                config = dict(own["config"])
+                return cls(config, pattern, context, dtype, base, str, kept, adapters, base, training)
             shape = from_plain(ModelConfig, recorded["model"]) if recorded.get("model") else None
             tokenizer, end = ("", None) if shape is None else tokens_of_run(recorded.get("data", {}))
         if shape is None:
@@ -181,7 +222,8 @@ class _Trained:
                 f"{folder}: its model is neither one of transformers ({CONFIG_FILE}) nor a preset's, so nobody knows "
                 "its config: load the weights into your own module (elastic_ring.load_weights)"
             )
-        return cls(config_of_preset(shape, context, end), pattern, context, dtype, tokenizer, name_of_preset, {})
+        config = config_of_preset(shape, context, end)
+        return cls(config, pattern, context, dtype, tokenizer, name_of_preset, {}, training=training)
 
 
 def _joined_slices(

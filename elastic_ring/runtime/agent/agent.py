@@ -72,6 +72,7 @@ class Watched:
     stamps: StampReader
     log_path: str
     hang: str = ""
+    still_since: float = 0.0  # of a hang
     memory: str = ""
     killed: bool = False
     ending: bool = False
@@ -267,6 +268,7 @@ class NodeAgent:
                 observations.append(Observation(watched.worker, watched.pid, stamp, reading))
             for hang in self._detector.tick(now, observations):
                 self._watched[hang.worker].hang = hang.describe()
+                self._watched[hang.worker].still_since = now - hang.still_s
                 self._kill(hang.worker, hang.describe())
             self._look_at_memory(now)
             self._report_bad_gpus()
@@ -408,6 +410,7 @@ class NodeAgent:
             phase=phase_name(stamp.phase) if stamp else "unknown",
             log_lines=tuple(tail(watched.log_path, NUM_LOG_LINES)) if watched.log_path else (),
             signal=signal,
+            still_s=monotonic_s - watched.still_since if watched.hang else 0.0,
         )
         log.warning("%s (pid %d) %s in %s of step %d", death.worker, death.pid, death.how, death.phase, death.step)
         earlier = [notice for notice in self._news.deaths if notice.worker != death.worker]

@@ -79,7 +79,7 @@ class Beat(FromAgent):
 @dataclass(frozen=True)
 class Death(FromAgent):
     """A worker's process has ended, or begins to: a second notice of the same worker has the cause. `monotonic_s`: of
-    the agent's host."""
+    the agent's host. `still_s`: how long before that a hung one gave its last sign of life."""
 
     worker: str
     pid: int
@@ -90,6 +90,7 @@ class Death(FromAgent):
     phase: str = "unknown"
     log_lines: tuple[str, ...] = ()
     signal: str = ""
+    still_s: float = 0.0
 
 
 @dataclass(frozen=True)

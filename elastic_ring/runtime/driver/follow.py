@@ -87,7 +87,8 @@ class Follower:
         summary = self._submission.finished_summary()
         if summary is None:
             return None
-        log.info("run %s is finished already; its summary is in %s", self._run.name, self._run.driver_folder)
+        line = f"run {self._run.name} is finished already; its summary is in {self._run.driver_folder}"
+        ProgressLine(sys.stderr, summary["steps"]).note(line)  # as the lines of a run that trains: no log hides it
         with self.delivery() as delivery:
             delivery.deliver()
         return self._result(summary)

@@ -199,6 +199,14 @@ def grown_run(folder: Path) -> tuple[ElasticRingTrainer, CorpusVersion]:
     return trainer, CorpusVersion(5, str(folder / "out" / "manifest.json"), manifest.digest)
 
 
+def test_a_finished_run_that_is_submitted_again_says_so_where_no_log_is_set_up(tmp_path, monkeypatch, capsys):
+    follower = follow.Follower(grown_run(tmp_path)[0].submission(), ())
+    monkeypatch.setattr(type(follower._submission), "finished_summary", lambda submission: {"steps": 8})
+    result = follower.finished()
+    assert result is not None
+    assert capsys.readouterr().err == f"run loop is finished already; its summary is in {tmp_path / 'run'}\n"
+
+
 def test_a_crash_loop_and_a_mistake_of_the_users_name_the_batch_by_the_manifest_of_its_step(tmp_path, monkeypatch):
     trainer, version = grown_run(tmp_path)
     data: Any = trainer.task.data

@@ -64,13 +64,15 @@ def test_one_command_answers_memory_time_goodput_money_and_probability(capsys: p
         "H100-80    79.1 GiB: fits",
         "step ",
         "goodput ",
-        "days (80 %",
-        "USD (80 %",
+        "1 T tokens in 1,907,349 steps of 524,288: 64 sequences, context 8,192",
+        "days (median, 80 %",
+        "USD (median, 80 %",
+        "(mean cost, USD, at P10",
         "probability of both",
         "x 64 in",
     ]
     assert [word for word in words if word not in out] == []
-    origins = {line.rsplit("[")[-1].rstrip("]") for line in out.splitlines() if "(80 %" in line}
+    origins = {line.rsplit("[")[-1].rstrip("]") for line in out.splitlines() if "80 %:" in line}
     assert origins <= {"measured", "calibrated", "specified", "assumed"}
 
 
@@ -80,6 +82,7 @@ def test_json_has_the_same_answer_and_a_tornado_sorted_by_swing(capsys: pytest.C
     assert code == 0
     assert found["figures"]["step_s"]["p10"] < found["figures"]["step_s"]["p50"] < found["figures"]["step_s"]["p90"]
     assert found["memory"]["fits"] is True
+    assert found["steps"] * found["tokens_per_step"] >= found["tokens"] > 0 < found["context_tokens"]
     assert 0 <= found["probability"]["deadline"] <= 1
     swings = [abs(row["p90"] - row["p10"]) for row in found["tornado"]]
     assert swings == sorted(swings, reverse=True)

@@ -10,7 +10,7 @@ import pytest
 
 from elastic_ring.cli.forecasts import command
 from elastic_ring.cli.forecasts.attention import within_documents
-from elastic_ring.cli.forecasts.seen import beside, losses_of, planned
+from elastic_ring.cli.forecasts.seen import beside, lines_of_end, losses_of, planned
 from elastic_ring.cli.settings import parse
 from elastic_ring.forecast.answers.request import Learned, narrower, read_stages
 from elastic_ring.forecast.goodput import PRIORS
@@ -44,7 +44,13 @@ def test_the_end_of_a_run_shows_forecast_beside_seen(run: Path) -> None:
     seen = seen_of([60.0, 6.0, 5.3, *[5.11] * 7], json.loads((run / "summary.json").read_text()))
     assert seen == {"step_s": 5.11, "gpu_bytes": int(22.7 * 2**30), "goodput": pytest.approx(100 / 104)}
     assert beside("step_s", 5.0, 4.0) == "step: forecast 5 s, seen 4 s (+25 %)"
-    assert beside("goodput", 0.999, 0.97) == "goodput: forecast 99.9 %, seen 97 % (+2.9 points)"
+    after = "goodput after the start: forecast 99.9 %, seen 97 % (+2.9 points)"
+    assert beside("goodput", 0.999, 0.97) == after
+    figures = {"step_s": 5.0, "goodput": 0.999}, {"step_s": 4.0, "goodput": 0.97}
+    assert lines_of_end(parse(SETTINGS), *figures) == [after], "no measurement calibrates this machine"
+    calibrated = parse([*SETTINGS, "--machine", "h100.json"])
+    assert lines_of_end(calibrated, *figures) == ["step: forecast 5 s, seen 4 s (+25 %)", after]
+    assert lines_of_end(parse(["--machine", "cpu.json"]), *figures) == [after], "cores have one host's figure"
     assert planned(parse(SETTINGS), None, 1) == {}
     quiet = planned(parse([]), None, 2)["step_s"]
     assert quiet == pytest.approx(1.37, rel=0.1), "laptop on two cores"
@@ -74,7 +80,7 @@ def test_score_says_how_wrong_each_forecast_was(run: Path, capsys: pytest.Captur
     assert "s, seen 5.11 s (-2 %)" in out
     assert "memory: forecast 22.7 GiB, seen 22.7 GiB" in out
     assert "steps of 1 runs:" in out
-    assert "goodput: forecast 100 %, seen 96.2 % (+3.8 points)" in out
+    assert "goodput after the start: forecast 100 %, seen 96.2 % (+3.8 points)" in out
     assert command.main(["--score", str(run / "gone")]) == 2
     assert "is no run that has ended" in capsys.readouterr().err
 
@@ -96,7 +102,7 @@ def test_score_takes_the_forecast_that_was_made_and_the_losses_that_came(
     assert command.main(["--score", str(run)]) == 0
     out = capsys.readouterr().out
     assert "step: forecast 5 s, seen 5.11 s (-2 %)" in out
-    assert "with its failures (1 process, 1 frozen) goodput: forecast 94.4 %" in out, out
+    assert "with its failures (1 process, 1 frozen) goodput after the start: forecast 94.4 %" in out, out
 
 
 def test_a_run_corrects_the_step_and_narrows_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,8 +218,10 @@ class RecoveryLog:
         `attempt_began_at`; None if unknown."""
         assert change.resumed_at is not None
         faults = sorted(self._open_faults)
+        deaths = [self.deaths[lost.worker] for lost in change.lost if lost.worker in self.deaths]
+        still_s = max([death.still_s for death in deaths], default=0.0)
         fault_at: float | None
-        fault_at = noticed_at = min([self.fired[i].now for i in faults], default=change.noticed_at)
+        fault_at = began_at = min([self.fired[i].now for i in faults], default=change.noticed_at - still_s)
         heal_s = max([float(self._timings.get(w, {}).get("heal_s", 0.0)) for w in change.newcomers], default=0.0)
         is_rerun = change.step_rerun is not None
         recovery = Recovery(
@@ -227,7 +229,7 @@ class RecoveryLog:
             faults=[str(self._run.faults[i]) for i in faults],
             cause=self._cause(change),
             action=change.action,
-            detect_s=max(0.0, change.noticed_at - noticed_at),
+            detect_s=max(0.0, change.noticed_at - began_at),
             close_s=max(0.0, change.resumed_at - change.noticed_at - heal_s),
             heal_s=heal_s,
             steps_undone=max(change.steps_undone, num_published - change.step, 0),
@@ -236,7 +238,7 @@ class RecoveryLog:
             survivor_pids_kept=self._survivors_kept(change),
             exact=change.promise == "bit-exact" and self.bits.are_promised,
             kind=self._kind(change),
-            broken_off_s=max(0.0, noticed_at - attempt_began_at) if is_rerun and attempt_began_at is not None else 0.0,
+            broken_off_s=max(0.0, began_at - attempt_began_at) if is_rerun and attempt_began_at is not None else 0.0,
             phases=self._phases(change.newcomers),
             lost=dict(Counter(lost.reason for lost in change.lost if lost.global_rank is not None)),
         )
