@@ -64,7 +64,7 @@ def test_one_command_answers_memory_time_goodput_money_and_probability(capsys: p
         "H100-80    79.1 GiB: fits",
         "step ",
         "goodput ",
-        "1 T tokens in 1,907,349 steps of 524,288: 64 sequences, context 8,192",
+        "1 T tokens in 119,210 steps of 8,388,608: 64 sequences, context 131,072",
         "days (median, 80 %",
         "USD (median, 80 %",
         "(mean cost, USD, at P10",

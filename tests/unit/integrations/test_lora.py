@@ -302,7 +302,7 @@ def test_adapters_of_layers_with_biases_are_exported_alone_and_merged(tmp_path: 
     export(run, tmp_path / "merged", merge=True)
     assert (tmp_path / "adapters" / "adapter_model.safetensors").stat().st_mode & 0o044
     cards = [(tmp_path / name / "README.md").read_text() for name in ("adapters", "merged")]
-    assert "LoRA adapters (r=3, alpha=6, all-linear) above `base`: 3 steps of 2 sequences of" in cards[0]
+    assert f"LoRA adapters (r=3, alpha=6, all-linear) above `base`: 8 steps of 3 sequences of {CONTEXT}" in cards[0]
     assert 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "adapters")' in cards[0]
     assert "merged into `base`" in cards[1]
     assert not any("[More Information Needed]" in card or str(tmp_path) in card for card in cards)
