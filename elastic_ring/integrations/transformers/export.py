@@ -136,8 +136,7 @@ def export(
             )
         num_tensors, num_bytes = write_adapters(weights, trained.adapters, out, getattr(torch, dtype))
         shutil.copymode(out / "adapter_config.json", out / ADAPTERS)  # safetensors' files are their owner's alone
-        _write_tokenizer(tokenizer, out, trained, was_asked=tokenizer != trained.tokenizer)
-        (out / "README.md").write_text(trained.card(out.name, merged=False), encoding="utf-8")  # over peft's form
+        _write_beside(tokenizer, out, trained, merged=merge, was_asked=tokenizer != trained.tokenizer)
         if lost:
             log.warning("%s", lost)
         return Exported(out, num_tensors, num_bytes, 1, dtype)
@@ -156,8 +155,7 @@ def export(
 
     out.mkdir(parents=True, exist_ok=True)
     num_bytes, num_files = _write_weights(model, value, empty, out, max_file_size)
-    _write_tokenizer(tokenizer, out, trained, was_asked=tokenizer != trained.tokenizer)
-    (out / "README.md").write_text(trained.card(out.name, merged=merge), encoding="utf-8")
+    _write_beside(tokenizer, out, trained, merged=merge, was_asked=tokenizer != trained.tokenizer)
     config = config_of(plain)
     config.dtype, config.architectures = getattr(torch, dtype), [class_of(config).__name__]
     config.save_pretrained(out)  # last: a folder without a config does not load
@@ -320,7 +318,9 @@ def _check_tokenizer(where: str, vocab_size: int) -> None:
         check_tokenizer(Path(where).expanduser(), vocab_size)
 
 
-def _write_tokenizer(where: str, out: Path, trained: _Trained, *, was_asked: bool) -> None:
+def _write_beside(where: str, out: Path, trained: _Trained, *, merged: bool, was_asked: bool) -> None:
+    """The card, over peft's form, and the tokenizer."""
+    (out / "README.md").write_text(trained.card(out.name, merged=merged), encoding="utf-8")
     if where == BYTES:
         byte_tokenizer(trained.context_tokens).save_pretrained(out)
         return
