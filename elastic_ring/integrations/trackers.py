@@ -29,6 +29,8 @@ Points = Mapping[str, Sequence[tuple[int, float]]]
 
 STEP, VALIDATION, RECOVERY, CHECKPOINT = MARKS = "train/loss", "val/loss", "recovery/total_s", "checkpoint/bytes"
 """The value that every event of a kind has."""
+BRANCH = "branch/number"
+"""How often the run has gone back, at the step to which it has."""
 PURGE = "purge"
 PARTS_OF_RECOVERY = ("total_s", "detect_s", "close_s", "heal_s", "rerun_s", "steps_undone")
 LONGEST_PARAMETER = 500
@@ -68,6 +70,18 @@ class Tracker(Callback):
             if name != "step" and type(value) in (int, float)
         }
         self._log(CHECKPOINT, int(checkpoint["step"]), {CHECKPOINT: math.nan, **values})
+
+    def on_back(self, step: int, validations: Mapping[int, Mapping[str, float]]) -> None:
+        number = self.state.get("branch", 0) + 1
+        self.write(step, {BRANCH: float(number)})
+        self.state["branch"] = number
+        self._undo(step)
+
+    def _undo(self, step: int) -> None:
+        """The points from `step` on count no more, and may come again."""
+        self._stored = {
+            name: {at: values for at, values in kept.items() if at < step} for name, kept in self._stored.items()
+        }
 
     def open(self, run: RunInfo) -> Points:
         """Open the store for this run; returns the points of `MARKS` that it has."""
@@ -146,9 +160,7 @@ class TensorBoard(Tracker):
     def on_back(self, step: int, validations: Mapping[int, Mapping[str, float]]) -> None:
         log_of = importlib.import_module("tensorboardX.proto.event_pb2").SessionLog
         self._put(step, session_log=log_of(status=log_of.START))  # as SummaryWriter's purge_step
-        self._stored = {
-            name: {at: values for at, values in kept.items() if at < step} for name, kept in self._stored.items()
-        }
+        self._undo(step)
 
     def _put(self, step: int, **content: Any) -> None:
         event = importlib.import_module("tensorboardX.proto.event_pb2").Event
@@ -179,9 +191,9 @@ def _points_of(path: Path) -> Iterator[tuple[int, str, float]]:
 class WandB(Tracker):
     """One run of Weights & Biases under the id of the run's folder. `mode="offline"` writes files for `wandb sync`.
 
-    Online a resumed run knows its points. Offline files are not read again, so that there the event at which a driver
-    was killed may have two points. Where the run goes back, undone points stay beside the newer ones. Other keywords go
-    to `wandb.init`.
+    Online a resumed run knows its points. Each driver writes its own offline files, which `wandb sync` joins; the event
+    at which one was killed may be in two, as the same history step. W&B takes no point back: where the run goes back,
+    undone points stay before the point BRANCH, and the newer ones follow it. Other keywords go to `wandb.init`.
     """
 
     library = "wandb"
@@ -199,13 +211,16 @@ class WandB(Tracker):
             last = self._run.summary.get(f"{kind}/at_step")
             # The newest point is all that a summary has, and the only one that can come again.
             points[mark] = [] if last is None else [(int(last), float(self._run.summary.get(mark, math.nan)))]
-        for kind in ("speed", "mesh"):
-            self._run.define_metric(f"{kind}/*", step_metric="train/at_step")
+        for kind, of in (("speed", "train"), ("mesh", "train"), ("branch", "branch")):
+            self._run.define_metric(f"{kind}/*", step_metric=f"{of}/at_step")
+        # W&B numbers the rows of a run, in rising order: offline it does not know where an earlier driver has ended.
+        self.state["next_row"] = max(self._run.starting_step, self.state.get("next_row", 0))
         return points
 
     def write(self, step: int, values: Values) -> None:
         kind = next(iter(values)).partition("/")[0]
-        self._run.log({f"{kind}/at_step": step, **values})
+        self._run.log({f"{kind}/at_step": step, **values}, step=self.state["next_row"])
+        self.state["next_row"] += 1
 
     def on_end(self) -> None:
         self._run.finish(exit_code=int(self.end == FAILED))
@@ -215,8 +230,8 @@ class MLflow(Tracker):
     """One run of MLflow with the run's name and settings; it ends as the training does: FINISHED, FAILED, or KILLED if
     somebody stopped it.
 
-    `tracking_uri` and `experiment` as in MLflow; by default what its environment says, and "elastic_ring". Where the
-    run goes back, undone points stay beside the newer ones.
+    `tracking_uri` and `experiment` as in MLflow; by default what its environment says, and "elastic_ring". MLflow takes
+    no point back: where the run goes back, undone points stay beside the newer ones, with times before that of BRANCH.
     """
 
     TAG, library = "elastic_ring.id", "mlflow"
@@ -343,3 +358,7 @@ class KeepBest(_BestMetric):
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.take(step, metrics):
             self.control.checkpoint(keep=True)
+
+    def on_back(self, step: int, validations: Mapping[int, Mapping[str, float]]) -> None:
+        if self.state.get("step", -1) >= step:  # retention left no earlier best: the next validation is the best again
+            self.state.clear()

@@ -36,7 +36,7 @@ from elastic_ring.runtime.coordinator.resume import (
 from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart
 from elastic_ring.state.checkpoints.checkpoint import commit, committed, set_aside, wrong_with
 from elastic_ring.state.checkpoints.manifest import COMMIT, FOLDER, Manifest, age_key, located, read_manifest
-from elastic_ring.state.checkpoints.retention import UNFINISHED_AFTER_S, keep, prune
+from elastic_ring.state.checkpoints.retention import KEPT_NAME, UNFINISHED_AFTER_S, keep, kept_step, prune
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS_FOLDER
 from elastic_ring.state.storage.backend import Retries
 from elastic_ring.state.storage.folder import Storage, now_unix_s
@@ -434,6 +434,9 @@ class StoredCheckpoints:
                 set_aside(self.storage, checkpoint.folder, [f"the run went back to step {step}"], undone=True)
                 log.warning("set aside %s: its steps were undone", checkpoint.folder)
         self.post_list()
+        self._kept = None if self._kept is not None and self._kept > step else self._kept
+        if (kept_step(self.storage) or 0) > step:  # another branch's checkpoint of that step is none to keep
+            self.storage.remove(KEPT_NAME)
 
     def clean(self, step: int, written: Collection[int]) -> None:
         """Prune and sweep; failures to remove are logged."""

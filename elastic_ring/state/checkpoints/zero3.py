@@ -55,8 +55,8 @@ def _state_of(storage: Storage, folder: str) -> SavedState | str:
 
 
 def newest_whole(storage: Storage, reported: str) -> tuple[str, SavedState] | None:
-    """The newest checkpoint that counts; None where all are unfinished. `reported`: the folder that Ray Train would take,
-    the only one of an older version that counts. Raises CheckpointDamaged where each is damaged."""
+    """The newest checkpoint that counts; None where all are unfinished. `reported`: the folder that Ray Train has, the
+    only one of an older version that counts. Raises CheckpointDamaged where each is damaged."""
     states = saved(storage)
     for folder, state in states.items():
         if isinstance(state, SavedState) and (state.files or folder == reported):

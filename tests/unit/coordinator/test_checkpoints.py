@@ -205,6 +205,18 @@ def test_parts_and_checkpoints_of_steps_that_were_given_up_do_not_count(tmp_path
     assert run.commit(4, generation=2) == [2, 4], "the step that ran again has a new one"
 
 
+def test_what_was_kept_of_steps_that_were_given_up_is_not_kept_of_the_next_branch(tmp_path):
+    run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=2))
+    run.commit(2)
+    run.keeper.keep(4)
+    run.commit(4)
+    run.keeper.gone_back(2, (1, 2))
+    assert [one.step for one in run.listed()] == [2]
+    assert run.commit(4, generation=2) == [2, 4]
+    assert run.commit(6, generation=2) == [4, 6]
+    assert run.commit(8, generation=2) == [6, 8]
+
+
 def test_a_commit_on_its_way_does_not_count_once_the_run_has_gone_back(tmp_path):
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=1))
     run.commit(2)

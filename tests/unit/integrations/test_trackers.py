@@ -166,6 +166,10 @@ def test_mlflow_which_forgets_nothing_has_the_branch_that_counts_as_the_newer_po
     newest = {point.step: point.value for point in history}
     assert newest == {0: 5.0, 1: 9.0, 2: 9.0, 3: 2.0, 4: 1.0}
     assert len(history) == 7
+    (branch,) = client.get_metric_history(found.info.run_id, "branch/number")
+    assert (branch.step, branch.value) == (1, 1.0)
+    counts = [(point.step, point.value) for point in history if point.step < 1 or point.timestamp >= branch.timestamp]
+    assert counts == [(0, 5.0), (1, 9.0), (2, 9.0)]
 
 
 def test_tensorboard_goes_on_after_a_file_that_was_cut_off(tmp_path: Path) -> None:
@@ -230,16 +234,18 @@ def test_weights_and_biases_offline_has_each_step_once_over_drivers(
     records.others()
     tell(tmp_path, WandB("test", mode="offline"))
     wait_for_end(tmp_path, proto, num_runs=2)
-    rows, ids = [], set()
+    rows, numbers, ids = [], list[int](), set()
     for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
         for data in records_of(path):
             record = proto.Record.FromString(data)
             if record.WhichOneof("record_type") == "run":
                 ids.add(record.run.run_id)
             if record.WhichOneof("record_type") == "history":
+                numbers.append(record.history.step.num)
                 rows.append(
                     {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
                 )
+    assert numbers == list(range(len(rows))), "a sync of both files joins them"
     assert ids == {json.loads((tmp_path / "callbacks.json").read_text())["id"]}
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in EXPECTED}
     for row in rows:

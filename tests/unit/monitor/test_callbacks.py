@@ -652,7 +652,6 @@ def test_early_stopping_and_the_best_checkpoint_forget_the_branch_that_does_not_
     records, run = first_branch(tmp_path), RunInfo("run", tmp_path)
     with CallbackDelivery([stopping, keeps], run) as telling:
         telling.deliver()
-        then = {"best": 3.0, "step": 3, "waited": 0}
         assert stopping.state == keeps.state == {"best": 1.0, "step": 5, "waited": 0}
         granted = telling.requests(6)
         assert granted == {"stop": "", "saves": True, "keeps": True}
@@ -665,10 +664,12 @@ def test_early_stopping_and_the_best_checkpoint_forget_the_branch_that_does_not_
         assert telling.requests(6) is None, "the run is not there again"
         losses(records, _4=5.5)
         telling.deliver()
-        assert stopping.state == keeps.state == then
+        assert stopping.state == {"best": 3.0, "step": 3, "waited": 0}
+        assert keeps.state == {}, "retention has let the checkpoint of step 3 go for that of step 5, which is undone"
         assert telling.requests(6) is None
-        losses(records, _5=2.0)
+        losses(records, _5=3.5)
         telling.deliver()
-        assert stopping.state == keeps.state == {"best": 2.0, "step": 5, "waited": 0}
+        assert stopping.state == {"best": 3.0, "step": 3, "waited": 1}
+        assert keeps.state == {"best": 3.5, "step": 5, "waited": 0}
         assert telling.requests(6) == {"stop": "", "saves": True, "keeps": True}, "the stop was of the other branch"
-    assert read_metrics(tmp_path)[5]["val_loss"] == 2.0
+    assert read_metrics(tmp_path)[5]["val_loss"] == 3.5
