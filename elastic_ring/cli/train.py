@@ -28,7 +28,7 @@ from elastic_ring.cli.schedule import with_rates
 from elastic_ring.cli.settings import DataConfig, TrainSettings, parse
 from elastic_ring.config import check_copies, check_lasting, check_loss_spikes, check_together
 from elastic_ring.errors import ElasticRingError, StorageFailed
-from elastic_ring.files import shown_url
+from elastic_ring.files import check_model_links, shown_url
 from elastic_ring.model.config import ModelConfig, active_parameters, num_parameters
 from elastic_ring.monitor.goodput import seen_of
 from elastic_ring.monitor.json_files import readable_json
@@ -349,6 +349,7 @@ def _begins_at_once(settings: TrainSettings) -> bool:
     if _is_checked_by_torch(settings) or (settings.run.driver_folder / SUMMARY_NAME).exists():
         return False
     if settings.model_folder is not None:
+        check_model_links(Path(settings.model_folder).expanduser())
         try:
             config = readable_json(Path(settings.model_folder) / "config.json")
         except OSError:  # reading the model raises it again

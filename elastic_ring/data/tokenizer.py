@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT, Tokens
-from elastic_ring.files import check_model_links, plain_json, read_small
+from elastic_ring.files import check_links, check_model_links, name_below, plain_json, read_small
 
 BYTES = "bytes"
 PART_BYTES = 1 << 20
@@ -133,7 +133,10 @@ def open_saved(folder: str | Path) -> Any:
     """The tokenizer of `transformers` in a local folder, without code of its own. Raises ValueError."""
     from transformers import AutoTokenizer
 
+    config = Path(folder).expanduser() / CONFIG
     try:
+        names = plain_json(read_small(config)).get("fast_tokenizer_files", ()) if config.exists() else ()
+        check_links(config.parent, [config.parent / name_below(name) for name in names])  # which transformers opens
         return AutoTokenizer.from_pretrained(Path(folder).expanduser(), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # as many classes as there are tokenizers
         raise ValueError(f"tokenizer={str(folder)!r}: cannot be read: {error}") from error

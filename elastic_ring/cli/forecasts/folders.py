@@ -16,7 +16,7 @@ from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.rules import Dense, Rule, Window
 from elastic_ring.attention.plan.traffic import carries_latents
 from elastic_ring.cli.settings import TrainSettings
-from elastic_ring.files import plain_json, read_small
+from elastic_ring.files import check_model_links, plain_json, read_small
 from elastic_ring.forecast.sizing.step_time import Latent
 from elastic_ring.model.config import KNOWN_TYPES, ModelConfig, num_parameters
 
@@ -159,6 +159,7 @@ def sizes_of(settings: TrainSettings) -> tuple[ModelConfig, LayerPatterns | None
     that does not say them."""
     folder = Path(str(settings.model_folder)).expanduser()
     try:
+        check_model_links(folder)
         plain = plain_json(read_small(folder / "config.json"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--model-folder {folder}: its config.json cannot be read ({error})") from error

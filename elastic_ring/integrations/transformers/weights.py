@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from elastic_ring.files import check_links, few, name_below, plain_json, read_small
+from elastic_ring.files import check_links, check_model_links, few, name_below, plain_json, read_small
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SAMPLE_BYTES = 1 << 16
@@ -49,6 +49,7 @@ class FolderWeights:
     def open(cls, folder: Path) -> FolderWeights | None:
         """Reads the index and the headers; None for a folder without weights. Raises ValueError for one whose weights
         are in another format, or cannot be read."""
+        check_model_links(folder)
         names, index = [SINGLE] if (folder / SINGLE).exists() else [], folder / INDEX
         if index.exists():
             try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from elastic_ring.cli import train
+from elastic_ring.cli.forecasts.folders import sizes_of
 from elastic_ring.data.listing import LEADS_OUT, list_source
 from elastic_ring.data.preparation import documents
 from elastic_ring.data.prepared import PreparedTokens
 from elastic_ring.data.shards import TokenShards
 from elastic_ring.data.text import TextFiles
-from elastic_ring.data.tokenizer import open_tokenizer
+from elastic_ring.data.tokenizer import open_saved, open_tokenizer
 from elastic_ring.integrations.transformers.model import ring_model
+from elastic_ring.integrations.transformers.weights import FolderWeights
 from tests.unit.data.corpora import prepared, texts, texts_of, write_jsonl, write_table
 
 ROOT = Path(__file__).parents[3]
@@ -295,6 +299,30 @@ def test_links_out_of_a_tokenizers_or_models_folder_are_refused_by_name(private:
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).symlink_to(private / "merges.txt")
     (folder / "runs").symlink_to(private)  # is not read
-    for read in (open_tokenizer, ring_model):
+    (private / "merges.txt").write_text('{"model_type": "llama"}')
+    readers: dict[str, Callable[[str], object]] = {
+        "data prepare": open_tokenizer,
+        "train": ring_model,
+        "train, before torch is there": lambda at: train._begins_at_once(train.parse(["--model-folder", at])),
+        "forecast": lambda at: sizes_of(train.parse(["--model-folder", at])),
+        "adapters": lambda at: FolderWeights.open(Path(at)),
+    }
+    for read in readers.values():
         with pytest.raises(ValueError, match=rf"in/{name}: is a link to .*merges\.txt, out of its folder"):
             read(str(folder))
+
+
+@pytest.mark.parametrize("name", ["../private/tokenizer.5.0.0.json", "sub/tokenizer.5.0.0.json"])
+def test_a_tokenizer_s_config_names_no_file_out_of_its_folder(private: Path, name: str) -> None:
+    """Which transformers would open instead of the one that was checked."""
+    folder = private.parent / "in"
+    (folder / "sub").symlink_to(private)
+    for path, word in ((folder / "tokenizer.json", "own"), (private / "tokenizer.5.0.0.json", "theirs")):
+        model = {"type": "WordLevel", "vocab": {word: 0}, "unk_token": word}
+        path.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "fast_tokenizer_files": [name]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"in'?: cannot be read: .*out of its folder|which is not in its folder"):
+        open_saved(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "fast_tokenizer_files": ["tokenizer.json"]}))
+    assert open_saved(folder).get_vocab() == {"own": 0}
