@@ -64,22 +64,19 @@ BESIDE_WEIGHTS = (
     "generation_config.json",
 )
 CARD = """---
-library_name: {library}
-tags: [elastic_ring]{hub}
+library_name: peft
 ---
 
 # {name}
 
-{origin}: {training}.
+LoRA adapters (r={r}, alpha={alpha:g}, {target}) above `{base}`: {training}.
 
 ```python
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
-{load}
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{name}")
 ```
 """
-LOAD = 'model = AutoModelForCausalLM.from_pretrained("{name}")'
-LOAD_ADAPTERS = """from peft import PeftModel
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{name}")"""
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,8 @@ def export(
             )
         num_tensors, num_bytes = write_adapters(weights, trained.adapters, out, getattr(torch, dtype))
         shutil.copymode(out / "adapter_config.json", out / ADAPTERS)  # safetensors' files are their owner's alone
-        _write_beside(tokenizer, out, trained, merged=merge, was_asked=tokenizer != trained.tokenizer)
+        _write_card(out, trained.adapters, trained.training)
+        _write_tokenizer(tokenizer, out, trained, was_asked=tokenizer != trained.tokenizer)
         if lost:
             log.warning("%s", lost)
         return Exported(out, num_tensors, num_bytes, 1, dtype)
@@ -155,7 +153,7 @@ def export(
 
     out.mkdir(parents=True, exist_ok=True)
     num_bytes, num_files = _write_weights(model, value, empty, out, max_file_size)
-    _write_beside(tokenizer, out, trained, merged=merge, was_asked=tokenizer != trained.tokenizer)
+    _write_tokenizer(tokenizer, out, trained, was_asked=tokenizer != trained.tokenizer)
     config = config_of(plain)
     config.dtype, config.architectures = getattr(torch, dtype), [class_of(config).__name__]
     config.save_pretrained(out)  # last: a folder without a config does not load
@@ -176,22 +174,7 @@ class _Trained:
     exported_name: Callable[[str], str]
     buffers: Mapping[str, tuple[float, ...]]
     adapters: TrainedAdapters | None = None
-    base: str = ""
     training: str = ""
-
-    def card(self, name: str, *, merged: bool) -> str:
-        """A model card. Of folders on this machine it has the last parts only, as it may be published."""
-        hub = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", f"{self.base}/")
-        base = f"{hub[1]}/{hub[2]}" if hub else printable(PurePath(self.base).name)
-        origin, library, load = f"A model trained from `{base}`", "transformers", LOAD
-        if self.adapters is not None:
-            lora, where = self.adapters.lora, "merged into" if merged else "above"
-            origin = f"LoRA adapters (r={lora.r}, alpha={lora.alpha:g}, {'+'.join(lora.target)}) {where} `{base}`"
-            library, load = (library, load) if merged else ("peft", LOAD_ADAPTERS)
-        origin = origin if base else "A model trained from first values"
-        hub_line = f"\nbase_model: {base}" if hub else ""
-        load = load.format(name=name, base=base)
-        return CARD.format(library=library, hub=hub_line, name=name, origin=origin, training=self.training, load=load)
 
     @classmethod
     def read(cls, folder: Path) -> _Trained:
@@ -210,9 +193,8 @@ class _Trained:
                 training += printable(f" on {data['source']} {'/'.join(parts)}").rstrip()
             if own is not None:
                 kept = {name: tuple(map(float, values)) for name, values in own.get("buffers", {}).items()}
-                base, adapters = str(own["folder"]), TrainedAdapters.of(own)
-                config = dict(own["config"])
-                return cls(config, pattern, context, dtype, base, str, kept, adapters, base, training)
+                config, folder_of_base, adapters = dict(own["config"]), str(own["folder"]), TrainedAdapters.of(own)
+                return cls(config, pattern, context, dtype, folder_of_base, str, kept, adapters, training)
             shape = from_plain(ModelConfig, recorded["model"]) if recorded.get("model") else None
             tokenizer, end = ("", None) if shape is None else tokens_of_run(recorded.get("data", {}))
         if shape is None:
@@ -220,8 +202,7 @@ class _Trained:
                 f"{folder}: its model is neither one of transformers ({CONFIG_FILE}) nor a preset's, so nobody knows "
                 "its config: load the weights into your own module (elastic_ring.load_weights)"
             )
-        config = config_of_preset(shape, context, end)
-        return cls(config, pattern, context, dtype, tokenizer, name_of_preset, {}, training=training)
+        return cls(config_of_preset(shape, context, end), pattern, context, dtype, tokenizer, name_of_preset, {})
 
 
 def _joined_slices(
@@ -318,9 +299,16 @@ def _check_tokenizer(where: str, vocab_size: int) -> None:
         check_tokenizer(Path(where).expanduser(), vocab_size)
 
 
-def _write_beside(where: str, out: Path, trained: _Trained, *, merged: bool, was_asked: bool) -> None:
-    """The card, over peft's form, and the tokenizer."""
-    (out / "README.md").write_text(trained.card(out.name, merged=merged), encoding="utf-8")
+def _write_card(out: Path, adapters: TrainedAdapters, training: str) -> None:
+    """In place of peft's form. Of folders on this machine it has the last parts only, as it may be published."""
+    hub = re.search(r"models--([\w.-]+)/snapshots/", adapters.folder)
+    base = hub[1].replace("--", "/") if hub else printable(PurePath(adapters.folder).name)
+    options = {**vars(adapters.lora), "target": "+".join(adapters.lora.target)}
+    card = CARD.format(name=out.name, base=base, training=training, **options)
+    (out / "README.md").write_text(card, encoding="utf-8")
+
+
+def _write_tokenizer(where: str, out: Path, trained: _Trained, *, was_asked: bool) -> None:
     if where == BYTES:
         byte_tokenizer(trained.context_tokens).save_pretrained(out)
         return

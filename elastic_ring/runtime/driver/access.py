@@ -33,7 +33,6 @@ from elastic_ring.files import printable
 log = logging.getLogger(__name__)
 
 MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-WANTS_TOKEN = f"wants {MODE}=token here, and its token in ~/.ray/auth_token or {TOKEN}"
 TLS = "RAY_USE_TLS"  # strangers need a certificate, and this process's own question would have to show it
 WORKER_DIED = "^A worker died or was killed while executing a task by an unexpected system error"
 """Ray's paragraph on stdout at each death, planned ones too, that guesses at memory and SIGSEGV. The run's line names
@@ -74,17 +73,15 @@ def connect(address: str = "auto", **how: Any) -> None:
         loader, mode = AuthenticationTokenLoader.instance(), environment().get(MODE, "disabled").lower()
         token = loader.get_raw_token() if mode == "token" and loader.has_token(ignore_auth_mode=True) else ""
         is_asked = mode in ("token", "disabled") and not uses_tls()  # Ray would ask for 20 s, with a line each second
-        if not is_asked or refusal(address, token) != grpc.StatusCode.UNAUTHENTICATED:
-            _init(address, **how)
-            return
+        if is_asked and refusal(address, token) == grpc.StatusCode.UNAUTHENTICATED:
+            raise ConnectionError(f"it asks for {'another' if token else 'a'} token")
+        _init(address, **how)
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         reason = str(error).partition(". ")[0]
         raise ConnectionError(
-            f"{address}: no Ray cluster answers there ({reason}); one that asks for a token {WANTS_TOKEN}"
+            f"{address}: no Ray cluster lets this process in ({reason}); one that asks for a token wants "
+            "RAY_AUTH_MODE=token here, and its token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
         ) from error
-    raise ConnectionError(
-        f"{address}: that Ray cluster asks for {'another' if token else 'a'} token, and {WANTS_TOKEN}"
-    )
 
 
 def start(**how: Any) -> None:

@@ -126,9 +126,15 @@ def test_a_browser_shows_curve_mesh_recovery_and_the_rank_that_stands_still(page
         "--no-sandbox",
         "--disable-gpu",
         f"--user-data-dir={tmp_path / 'profile'}",
-        "--window-size=1240,1340",
         "--virtual-time-budget=4000",
     ]
+    narrow = subprocess.run(
+        [*command, "--window-size=390,1340", "--dump-dom", page.url], capture_output=True, text=True, timeout=120
+    )
+    widths = [int(width) for width in re.findall(r'viewBox="0 0 (\d+) ', narrow.stdout)]
+    assert len(widths) == 6, narrow.stderr
+    assert all(300 < width < 390 for width in widths), "a chart's unit is a pixel: its letters keep their size"
+    command.append("--window-size=1240,1340")
     done = subprocess.run([*command, "--dump-dom", page.url], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     dom = done.stdout
