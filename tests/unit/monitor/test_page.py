@@ -119,7 +119,9 @@ def test_a_port_that_is_taken_and_a_folder_without_a_run_are_refused(
 
 
 @pytest.mark.slow
-def test_a_browser_shows_curve_mesh_recovery_and_the_rank_that_stands_still(page: Page, tmp_path: Path) -> None:
+def test_a_browser_shows_curve_mesh_recovery_and_the_rank_that_stands_still(
+    page: Page, run: Path, tmp_path: Path
+) -> None:
     browser = program("chromium-headless-shell", "Debian: chromium-headless-shell")
     command = [
         browser,
@@ -128,12 +130,16 @@ def test_a_browser_shows_curve_mesh_recovery_and_the_rank_that_stands_still(page
         f"--user-data-dir={tmp_path / 'profile'}",
         "--virtual-time-budget=4000",
     ]
+    told = json.loads((run / "status.json").read_text())
+    write_json(run / "status.json", {**told, "phase": "closing"})
     narrow = subprocess.run(
         [*command, "--window-size=390,1340", "--dump-dom", page.url], capture_output=True, text=True, timeout=120
     )
     widths = [int(width) for width in re.findall(r'viewBox="0 0 (\d+) ', narrow.stdout)]
     assert len(widths) == 6, narrow.stderr
     assert all(300 < width < 390 for width in widths), "a chart's unit is a pixel: its letters keep their size"
+    assert narrow.stdout.count("<li>at step 40 the ring closes again</li>") == 1
+    write_json(run / "status.json", told)
     command.append("--window-size=1240,1340")
     done = subprocess.run([*command, "--dump-dom", page.url], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -144,6 +150,7 @@ def test_a_browser_shows_curve_mesh_recovery_and_the_rank_that_stands_still(page
     assert (dom.count('class="generation"'), dom.count('class="recovery"'), dom.count("data-rank=")) == (2, 5, 4)
     assert dom.count('class="resume"') == 5
     assert SENTENCE in dom
+    assert "<li>at step 40 the ring closes again" not in dom
     stuck = re.findall(r'data-rank="(\d)" data-phase="(\w+)" style="background: var\(--red\)', dom)
     assert stuck == [("3", "forward")]
     assert re.findall(r'data-part="(\w+)"', dom) == 3 * ["forward", "backward", "reduce", "vote", "apply"]
