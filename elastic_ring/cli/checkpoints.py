@@ -84,11 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0; 1 for a damaged checkpoint or a storage that fails; 2 for a mistake of the user."""
     options = parser().parse_args(arguments)
     from elastic_ring.state.checkpoints import zero3
-    from elastic_ring.state.storage.folder import open_or_refuse
+    from elastic_ring.state.storage.folder import Storage, open_or_refuse
 
     verbs = {"list": _list, "verify": _verify, "prune": _prune, "export": _export}
     try:
         storage = open_or_refuse(options.run, write=False, setting="RUN")
+        if storage.is_local:  # a person waits, and mends a folder better than time does
+            storage = Storage(storage.uri, timeout_s=0.0)
         if (why := NOT_ZERO3.get(options.verb)) and (folder := next(iter(zero3.saved(storage)), None)):
             raise ValueError(f"{options.verb}: {storage.at(folder)} is of ZeRO-3 in Ray Train: {why}")
         return verbs[options.verb](storage, options)

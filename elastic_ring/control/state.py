@@ -643,6 +643,7 @@ class Transition:
                 committed_at=self.now,
                 reached=max(self.state.reached, num_steps),
                 user_errors=errors if errors.step >= num_steps else Counted(),
+                rounds=Counted(),
             )
 
     def explain(self, reason: str) -> None:

@@ -482,6 +482,28 @@ def test_an_error_of_the_users_while_a_checkpoint_is_read_is_tried_again_up_to_i
     assert "raised 2 times in step 5" in end_in(said).message
 
 
+def test_returns_to_one_checkpoint_are_no_builds_without_a_step_where_steps_were_committed_between() -> None:
+    run = Bench({"a": 8, "b": 8}, spares=0, round_limit=3).form()
+    run.handle(CheckpointsKnown("k", (Checkpoint(2, "step-2", Mesh(2, 2)),)))
+    for attempt in range(5):
+        for step in range(run.state.committed, 5 + attempt):
+            run.commit(step)
+        run.lose(1, 3, step=5 + attempt, phase="forward")  # all that hold cp_rank 1
+        run.report_all(5 + attempt)
+        run.all_ready()
+        assert run.phase == "building", run.reason
+        assert run.change.step == 2
+        run.resume_all()
+    for _ in range(3):
+        run.lose(1, 3)
+        run.report_all(2)
+        run.all_ready()
+        if run.phase == "ended":
+            break
+        run.resume_all()
+    assert "was built 4 times at step 2 and no step was committed" in run.reason
+
+
 def test_a_node_on_which_nothing_starts_is_left_alone_for_a_while() -> None:
     run = Bench({"a": 1, "b": 1}, dp=1, cp=1, spares=1, backoff_s=20.0)
     for again in (True, True, False):

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import warnings
 from secrets import token_hex
 
@@ -132,6 +133,19 @@ def test_mistakes_are_named_with_the_way_out(tmp_path, capsys, arguments, told):
     given = [word.format(run=tmp_path / "run", out=tmp_path / "out") for word in arguments]
     assert main(given) == 2
     assert re.search(told, capsys.readouterr().err)
+
+
+def test_a_folder_that_this_user_may_not_read_is_no_wait(storage, tmp_path, capsys):
+    assert main(["list", storage.uri]) == 0  # and its modules are imported
+    closed, user, begun = tmp_path / "closed", os.geteuid(), time.monotonic()
+    closed.mkdir(mode=0)
+    os.seteuid(user or 65534)
+    try:
+        assert main(["list", str(closed)]) == 1
+    finally:
+        os.seteuid(user)
+    assert "cannot be listed: PermissionError" in capsys.readouterr().err
+    assert time.monotonic() - begun < 5.0
 
 
 def test_an_export_is_not_mixed_with_other_files_and_not_made_of_a_damaged_checkpoint(storage, tmp_path, capsys):
