@@ -217,7 +217,12 @@ class Zero3Worker:
             metrics = outcome.metrics(rate, time.monotonic() - begun_s, self.mesh, self._generation)
             self.job.records.step.remote(metrics, remark_on(outcome, self.feed.sample_ids))
         raise_for_skips(
-            outcome, self.skipped_in_a_row, self.task.optim.max_skipped, self.feed.sample_ids, goes_back=False
+            outcome,
+            self.skipped_in_a_row,
+            self.task.optim.max_skipped,
+            self.feed.sample_ids,
+            steps=self.task.step.steps,
+            goes_back=False,
         )
         return outcome.loss
 

@@ -263,7 +263,7 @@ def test_holders_begin_apart_and_the_node_of_rank_0_may_die(tmp_path, undisturbe
 def test_a_run_that_grows_onto_other_nodes_outlives_the_node_of_rank_0(tmp_path, num_nodes):
     """The bits are those of a run that has one ring up to the same step, and two from its checkpoint on."""
     steps, gate, folder = 30, tmp_path / "gate", tmp_path / "grown"
-    trainer = tiny_trainer(tmp_path, "grown", spares=2, min_dp=1, steps=steps, gate=gate, gate_s=0.5)
+    trainer = tiny_trainer(tmp_path, "grown", dp=1, max_dp=2, spares=2, steps=steps, gate=gate, gate_s=0.5)
     with cluster_of({"num_cpus": 2}) as cluster, ThreadPoolExecutor(1) as pool:
         run = pool.submit(trainer.fit)
         wait_for(lambda: num_steps(folder) > 1)

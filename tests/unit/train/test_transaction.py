@@ -416,16 +416,24 @@ def test_a_step_without_a_target_moves_no_weight_on_any_rank_and_counts_for_no_r
     assert not torch.equal(before[0]["embedding.weight"], four.all(own_slices)[0]["embedding.weight"])
 
 
-def test_more_skipped_steps_in_a_row_than_allowed_raise_on_every_rank_after_they_are_counted(four: Membership) -> None:
-    four.all(begin, four.meeting(), REPLICAS, make_task(optim=replace(OPTIM, max_skipped=1)), ranks=(0, 1))
+@pytest.mark.parametrize(
+    ("max_skipped", "num_steps", "named"),
+    [
+        (1, 2, r"step 1: 2 steps in a row .*max_skipped=1\); lower the learning rate"),
+        (STEP.steps, STEP.steps, f"each of the {STEP.steps} steps was skipped.*nothing was trained"),
+    ],
+)
+def test_more_skipped_steps_in_a_row_than_allowed_raise_on_every_rank_after_they_are_counted(
+    four: Membership, max_skipped: int, num_steps: int, named: str
+) -> None:
+    four.all(begin, four.meeting(), REPLICAS, make_task(optim=replace(OPTIM, max_skipped=max_skipped)), ranks=(0, 1))
     four.call(0, poison, True)
     for rank in (0, 1):
         four.start(rank, run_steps, STEP.steps)
-    named = r"step 1: 2 steps in a row .*max_skipped=1\); lower the learning rate"
     for rank in (0, 1):
         with pytest.raises(TooManySkipped, match=named):
             four.result(rank)
-    assert [fact["counters"] for fact in four.all(facts, ranks=(0, 1))] == [Counters(2, 2, 2)] * 2
+    assert [fact["counters"] for fact in four.all(facts, ranks=(0, 1))] == [Counters(num_steps, num_steps, num_steps)] * 2
     assert all(fact["valid"] for fact in four.all(facts, ranks=(0, 1)))
 
 
