@@ -38,6 +38,7 @@ MAX_LINES = 4000
 """Of metrics.jsonl, from which the points come."""
 MAX_CONNECTIONS = 64
 ACCEPT_PAUSE_S = 0.2
+WARN_S = 10.0
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?")
 FRESH_S = 0.5
 """Requests within this time get the last answer: reading a long run's records takes time."""
@@ -54,6 +55,7 @@ class Page:
         self._server: ThreadingHTTPServer | None = None
         self._lock = threading.Lock()
         self._last: tuple[float, bytes] | None = None
+        self._warns_at = 0.0
         self._news: tuple[Any, float] = None, 0.0  # the status as it was last seen to change, and when: by this clock
 
     def __enter__(self) -> Page:
@@ -104,6 +106,13 @@ class Page:
                 data["news_s"] = now - self._news[1] if data["is_live"] else None
                 self._last = (now, json.dumps(data, allow_nan=False).encode())
             return self._last[1]
+
+    def warn(self, text: str) -> None:
+        """Log it, unless there was a line within WARN_S: whoever asks for the page decides how often."""
+        with self._lock:
+            if time.monotonic() >= self._warns_at:
+                self._warns_at = time.monotonic() + WARN_S
+                log.warning("%s", text)
 
 
 @cache
@@ -164,7 +173,7 @@ def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
                 try:
                     data = page.data()
                 except (ElasticRingError, ValueError, OSError) as error:  # the page shows it, and asks again
-                    log.warning("the run's records cannot be read: %s", error)
+                    page.warn(f"the run's records cannot be read: {error}")
                     status = HTTPStatus.SERVICE_UNAVAILABLE
                     data = json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
                 self._answer(status, "application/json", data)

@@ -93,7 +93,9 @@ def test_a_long_run_is_thinned_and_keeps_its_spikes() -> None:
     assert found == sorted(found)
 
 
-def test_what_cannot_be_read_is_told_and_other_paths_are_not_there(page: Page, run: Path) -> None:
+def test_what_cannot_be_read_is_told_and_other_paths_are_not_there(
+    page: Page, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with urllib.request.urlopen(f"{page.url}data.json", timeout=10) as answer:
         seen = json.loads(answer.read())
     assert seen["step"] == 40
@@ -106,6 +108,12 @@ def test_what_cannot_be_read_is_told_and_other_paths_are_not_there(page: Page, r
         seen = json.loads(answer.read())
     assert f"line 2 of {run / METRICS_NAME}" in seen["error"]
     assert 0.5 < seen["news_s"] < 10.0, "nothing has changed since"
+    page._look = lambda: (_ for _ in ()).throw(OSError("the disk is away"))
+    time.sleep(0.6)
+    for _ in range(20):
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"{page.url}data.json", timeout=10)
+    assert caplog.text.count("the disk is away") == 1, "whoever asks does not decide how much is logged"
 
 
 def test_a_port_that_is_taken_and_a_folder_without_a_run_are_refused(
