@@ -506,6 +506,7 @@ class Decider:
             case WorkerLost():
                 self.dispatch.lost(event.worker)
             case NodeLost():
+                self.recorder.recoveries.still_s[event.node] = extra.get("still_s", 0.0)
                 for worker in [w.worker for w in self.state.workers.values() if w.node == event.node]:
                     self.dispatch.lost(worker)
             case Finalized():

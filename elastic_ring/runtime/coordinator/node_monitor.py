@@ -307,7 +307,7 @@ class NodeMonitor:
                 beat_at = self._nodes[name].beat_at
                 if beat_at is not None and beat_at < silent:
                     self._nodes[name].beat_at = now  # asked once for each such silence
-                    self._confirm_in_thread(name, f"no beat for {limit_s:.1f} s", now)
+                    self._confirm_in_thread(name, f"no beat for {limit_s:.1f} s", now, beat_at)
             for name, watched in self._nodes.items():
                 watched.vacant_since = (watched.vacant_since or now) if name in self._vacant else None
             vacant = [
@@ -367,11 +367,13 @@ class NodeMonitor:
                 self._nodes[node.node].agent = agent
         watch_ref(attaching, attached)
 
-    def _confirm_in_thread(self, node: str, why: str, silent_at: float = math.inf) -> None:
+    def _confirm_in_thread(self, node: str, why: str, silent_at: float = math.inf, beat_at: float = math.inf) -> None:
         """In a thread for each node, because many may fall silent at once and each takes time to confirm."""
-        threading.Thread(target=self._confirm, args=(node, why, silent_at), name="confirm", daemon=True).start()
+        threading.Thread(
+            target=self._confirm, args=(node, why, silent_at, beat_at), name="confirm", daemon=True
+        ).start()
 
-    def _confirm(self, node: str, why: str, silent_at: float) -> None:
+    def _confirm(self, node: str, why: str, silent_at: float, beat_at: float) -> None:
         """Ask the second source: does any worker of the node, or the agent through Ray, still answer? A beat after
         `silent_at` is an answer, too.
 
@@ -385,7 +387,7 @@ class NodeMonitor:
         pings = [handle.ping.remote() for handle in (*handles, agent) if handle is not None]
         if not answers(pings, partial(refuses, info)) and handles and node != self._own_node:
             if (watched.beat_at or 0.0) <= silent_at:
-                self._lose(node, why)
+                self._lose(node, why, beat_at)
             return
         agent_answers = agent is not None and answers(pings[-1:])
         log.warning("node %s: %s; its agent is %s", node, why, "asked to attach again" if agent_answers else "replaced")
@@ -394,7 +396,8 @@ class NodeMonitor:
         with self._lock:
             watched.agent, watched.beat_at = None, time.monotonic()
 
-    def _lose(self, node: str, why: str) -> None:
+    def _lose(self, node: str, why: str, beat_at: float = math.inf) -> None:
+        """`beat_at`: when a silent one gave its last sign of life."""
         with self._lock:
             lost = self._nodes[node]
             if self._closed or (lost.info is None and lost.reported is None):
@@ -408,7 +411,7 @@ class NodeMonitor:
             # A machine without power closes no connection: it would look like a node that has just joined.
             self._agent_server.hang_up(node)
         if not was_reported:
-            self._put(Happened(NodeLost(self._cause(), node)))
+            self._put(Happened(NodeLost(self._cause(), node), {"still_s": max(0.0, time.monotonic() - beat_at)}))
 
 
 def with_room(nodes: Iterable[NodeInfo]) -> set[str]:

@@ -235,13 +235,17 @@ def test_a_worker_that_was_killed_for_its_device_is_told_of_by_the_devices_words
     )
 
 
+@pytest.mark.parametrize("reason", ["hung", "node lost"])
 @pytest.mark.parametrize(("fired", "detect_s", "total_s"), [(False, 4.3, 5.1), (True, 0.2, 1.0)])
-def test_a_recovery_from_a_hang_begins_with_the_last_sign_of_life(notes, fired, detect_s, total_s):
+def test_a_recovery_from_a_hang_begins_with_the_last_sign_of_life(notes, reason, fired, detect_s, total_s):
     story = RecoveryLog(RUN, notes.append)
     if fired:
         story.fault_fired(0, "b", 10.0)
-    story.died(Death("b", 1, "hung", "made no progress for 4.21 s", 0.0, 3, "backward", still_s=4.3))
-    story.begin(change(lost=(LostWorker("b", "node", 1, "hung", ""),)), 3, attempt_began_at=5.0)
+    if reason == "hung":
+        story.died(Death("b", 1, "hung", "made no progress for 4.21 s", 0.0, 3, "backward", still_s=4.3))
+    else:
+        story.still_s["node"] = 4.3
+    story.begin(change(lost=(LostWorker("b", "node", 1, reason, ""),)), 3, attempt_began_at=5.0)
     story.committed(3, 11.0)
     (record,) = story.records
     assert (record.detect_s, record.total_s) == pytest.approx((detect_s, total_s))

@@ -166,6 +166,7 @@ class RecoveryLog:
         self._lines: list[DriverLine] = []
         self.fired: dict[int, FaultFired] = {}
         self.deaths: dict[str, Death] = {}
+        self.still_s: dict[str, float] = {}  # of hung workers and silent nodes, from their last sign of life
         self.bits = EqualBits(self._tell, self.say)
         self._open_faults: list[int] = []
         self._open: OpenRecovery | None = None
@@ -186,7 +187,7 @@ class RecoveryLog:
         if first is not None:
             self.deaths[death.worker] = replace(first, reason=death.reason, how=death.how, signal=death.signal)
             return
-        self.deaths[death.worker] = death
+        self.deaths[death.worker], self.still_s[death.worker] = death, death.still_s
         for line in death.log_lines:
             log.warning("log tail of %s: %s", death.worker, line)
 
@@ -218,8 +219,8 @@ class RecoveryLog:
         `attempt_began_at`; None if unknown."""
         assert change.resumed_at is not None
         faults = sorted(self._open_faults)
-        deaths = [self.deaths[lost.worker] for lost in change.lost if lost.worker in self.deaths]
-        still_s = max([death.still_s for death in deaths], default=0.0)
+        names = [lost.node if lost.reason == "node lost" else lost.worker for lost in change.lost]
+        still_s = max([self.still_s.get(name, 0.0) for name in names], default=0.0)
         fault_at: float | None
         fault_at = began_at = min([self.fired[i].now for i in faults], default=change.noticed_at - still_s)
         heal_s = max([float(self._timings.get(w, {}).get("heal_s", 0.0)) for w in change.newcomers], default=0.0)
