@@ -100,7 +100,8 @@ def fastest_pass(base: Scenario, one_a_pass: str = "") -> PassChoice:
         if scenario.fits and scenario.with_settings(scenario.step, fewest).fits:
             steps_s[number, kept] = float(scenario.step_s(scenario.medians()))
     if not steps_s:
-        return PassChoice(counts[0], keeps[-1], f"{_sequences(counts[0])}: no plan fits {base.fleet.gpu}")
+        reason = one_a_pass or f"no plan fits {base.fleet.gpu}"
+        return PassChoice(counts[0], keeps[-1], f"{_sequences(counts[0])}: {reason}")
     fastest_s = min(steps_s.values())
     number, kept = min(
         (choice for choice, step_s in steps_s.items() if step_s <= fastest_s * SLACK),

@@ -459,6 +459,7 @@ def test_a_pass_takes_as_many_sequences_as_the_forecast_finds_fast_and_the_gpu_h
     assert chosen([*short, "--step.sequences-per-pass", "2"], "H200").num_sequences == 2
     assert chosen([*short[:-4], "--context", "131072", "--global-batch", "2"], "H200").num_sequences == 1
     assert chosen(short, None).reason.startswith("one sequence a pass, activations kept: no forecast of the run's GPUs")
+    assert chosen(["--preset", "8b"], None).reason == "one sequence a pass: no forecast of the run's GPUs"
     asked = parse([*short, "--device", "cuda"])
     for model in (None, ModelSizes(asked.model, one_a_pass="its balancing loss is one of a whole pass")):
         choice = choose_pass(model, asked.scaling, asked.step, asked.run, "H200")
