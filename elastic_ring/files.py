@@ -6,6 +6,8 @@ that a file gives becomes a path only after `name_below`.
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import pwd
@@ -22,8 +24,11 @@ from typing import Any
 MAX_JSON_BYTES = 1 << 26
 """The most bytes of a record. Lists of millions have limits of their own."""
 MAX_JSON_DEPTH = 64
+JSON_BYTES_PER_PART, MAX_FEW_PARTS = 32, 1 << 16
+"""JSON of a length may have so many texts, commas and brackets: Python's objects take up to 64 bytes for each."""
 MAX_TOML_BYTES = 1 << 18
 MAX_NAME_BYTES = 1024
+_JSON_PART = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[,\[{]', re.DOTALL)
 _CONTROL = re.compile("(?!^)\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that a terminal obeys or cannot show. A progress bar may return to the start of its line; text may not."""
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
@@ -155,21 +160,30 @@ def read_small(path: str | os.PathLike[str], most_bytes: int = MAX_JSON_BYTES, *
     """All bytes of a regular file. Raises ValueError for a longer one and for what is no file (a pipe would be waited
     for without end), OSError. `is_asked`: the user has named it for this call, so it may be a pipe or a terminal."""
     flags = 0 if is_asked else os.O_NONBLOCK
-    with open(path, "rb", opener=lambda name, default: os.open(name, default | flags)) as file:
-        if not is_asked and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError(f"{os.fspath(path)} is no regular file")
-        data = file.read(most_bytes + 1)
+    try:
+        with open(path, "rb", opener=lambda name, default: os.open(name, default | flags)) as file:
+            if not is_asked and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError(f"{os.fspath(path)} is no regular file")
+            data = file.read(most_bytes + 1)
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.ELOOP):
+            raise
+        raise ValueError(f"{os.fspath(path)} is no regular file") from error
     if len(data) > most_bytes:
         raise ValueError(f"{os.fspath(path)} has more than {most_bytes} bytes")
     return data
 
 
 def plain_json(data: bytes | str, most_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Parse JSON. Raises ValueError, also for JSON that is longer or nested deeper than it may be."""
+    """Parse JSON. Raises ValueError, also for JSON that is longer, of more values or nested deeper than it may be."""
     if len(data) > most_bytes:
         raise ValueError(f"JSON of {len(data)} bytes: there may be {most_bytes}")
+    text = data if isinstance(data, str) else data.decode(json.detect_encoding(data), "surrogatepass")
+    most = max(most_bytes // JSON_BYTES_PER_PART, MAX_FEW_PARTS)
+    if sum(map(text.count, ",[{")) > most and next(itertools.islice(_JSON_PART.finditer(text), most, None), None):
+        raise ValueError(f"JSON of more than {most} texts, commas and brackets")
     try:
-        content = json.loads(data)
+        content = json.loads(text)
     except RecursionError:
         raise ValueError(f"JSON is nested deeper than {MAX_JSON_DEPTH} levels") from None
     level = [content] if isinstance(content, (dict, list)) else []
@@ -219,16 +233,19 @@ def is_below(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> bo
 
 
 def check_links(folder: str | os.PathLike[str], paths: Iterable[str | os.PathLike[str]]) -> None:
-    """Raises ValueError for a path of which a link leads out of `folder`."""
+    """Raises ValueError for a path of which a link leads out of `folder`, and for a pipe or device, which its reader
+    would wait for."""
     for path in paths:
         if not is_below(path, folder):
             raise ValueError(f"{path}: is a link to {os.path.realpath(path)}, out of its folder: copy that there")
+        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+            raise ValueError(f"{path}: is no regular file: remove it")
 
 
 def check_model_links(folder: Path) -> None:
     """Raises ValueError for a file of a model's or tokenizer's folder that is a link out of it."""
     files = [*folder.glob("*"), *folder.glob("additional_chat_templates/*")]
-    check_links(folder, (path for path in files if path.is_file()))
+    check_links(folder, (path for path in files if not path.is_dir()))
 
 
 def printable(text: str) -> str:

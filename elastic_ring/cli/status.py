@@ -24,6 +24,7 @@ from elastic_ring.control.facts import fact_of
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.monitor.goodput import start_table
 from elastic_ring.monitor.journal import salvage_file
+from elastic_ring.monitor.json_files import as_written
 from elastic_ring.monitor.metrics import JOURNAL_NAME
 from elastic_ring.monitor.page import LOCAL, Page
 from elastic_ring.monitor.report import render_status
@@ -86,7 +87,8 @@ def _print(records: RunRecords, render: Callable[[Path], str], watch_s: float | 
 def startup_text(folder: Path) -> str:
     """Raises ValueError where there is no run."""
     render_status(folder)  # refuses what is no run
-    return "\n".join(start_table(map(fact_of, salvage_file(folder / JOURNAL_NAME)[0]))) + "\n"
+    with as_written(str(folder / JOURNAL_NAME)):
+        return "\n".join(start_table(map(fact_of, salvage_file(folder / JOURNAL_NAME)[0]))) + "\n"
 
 
 def _serve(records: RunRecords, host: str, port: int) -> int:

@@ -35,6 +35,8 @@ from elastic_ring.data.packing import (
     aligned,
     check_context,
 )
+from elastic_ring.data.preparation.documents import check_pages, column_chunks
+from elastic_ring.data.preparation.inputs import check_arrow, sound
 from elastic_ring.files import absolute, check_links, shown_url
 from elastic_ring.validation import settings
 
@@ -122,6 +124,8 @@ class _RowBlock:
     block: int
     num_tokens: int
     config: TokenShards
+    place: tuple[int, int] = (0, 0)
+    """Of the column in a Parquet file: where it begins, and its bytes."""
 
     @property
     def name(self) -> str:
@@ -132,8 +136,9 @@ class _RowBlock:
             column = self.config.column
             with self.filesystem.open_input_file(self.path) as file:
                 if self.path.lower().endswith(_PARQUET):
+                    check_pages(file, *self.place)
                     return pq.ParquetFile(file).read_row_group(self.block, columns=[column]).column(0)
-                return pa.chunked_array([_open_arrow(file, column).get_batch(self.block).column(0)])
+                return pa.chunked_array([sound(_open_arrow(file, column).get_batch(self.block)).column(0)])
 
         return Loaded(*_pack(reading(self.path, read, problem=UNREADABLE), self.config, self.name))
 
@@ -168,7 +173,8 @@ def _index_parquet(filesystem: Any, path: str, config: TokenShards) -> tuple[lis
         metadata = parquet.metadata
         blocks: list[_RowBlock] = []
         facts: list[object] = []
-        for group in range(metadata.num_row_groups):
+        for group, chunks in enumerate(column_chunks(file, range(metadata.num_row_groups))):
+            start, stored_bytes = next(chunk[1:] for chunk in chunks if chunk[0].split(".")[0] == config.column)
             rows = metadata.row_group(group)
             columns = (rows.column(index) for index in range(rows.num_columns))
             leaf = next(column for column in columns if column.path_in_schema.split(".")[0] == config.column)
@@ -183,9 +189,10 @@ def _index_parquet(filesystem: Any, path: str, config: TokenShards) -> tuple[lis
                 # No row is empty or null, so each adds one end-of-document token.
                 num_tokens = leaf.num_values + rows.num_rows
             else:
+                check_pages(file, start, stored_bytes)
                 lists = parquet.read_row_group(group, columns=[config.column]).column(0)
                 num_tokens = int(_lengths(lists, config)[1].sum())
-            blocks.append(_RowBlock(filesystem, path, group, num_tokens, config))
+            blocks.append(_RowBlock(filesystem, path, group, num_tokens, config, (start, stored_bytes)))
             facts.append([rows.num_rows, num_tokens, leaf.total_compressed_size, extremes])
     return blocks, facts
 
@@ -194,12 +201,14 @@ def _index_arrow(filesystem: Any, path: str, config: TokenShards) -> tuple[list[
     # Map for the index only: if a mapped file shrinks, reading it kills the process (SIGBUS).
     local = isinstance(filesystem, fs.LocalFileSystem)
     with pa.memory_map(path) if local else filesystem.open_input_file(path) as file:
-        _check_column(pa.ipc.open_file(file).schema, config.column, path)
+        schema = pa.ipc.open_file(file).schema
+        _check_column(schema, config.column, path)
+        check_arrow(file, schema, [schema.get_field_index(config.column)])
         reader = _open_arrow(file, config.column)
         blocks: list[_RowBlock] = []
         facts: list[object] = []
         for index in range(reader.num_record_batches):
-            batch = reader.get_batch(index)
+            batch = sound(reader.get_batch(index))
             num_tokens = int(_lengths(pa.chunked_array([batch.column(0)]), config)[1].sum())
             blocks.append(_RowBlock(filesystem, path, index, num_tokens, config))
             facts.append([batch.num_rows, num_tokens])

@@ -488,7 +488,9 @@ class CallbackDelivery:
         if self._lock is not None:
             return True
         try:
-            descriptor = os.open(self._run.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(
+                self._run.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
+            )
         except OSError as error:
             self._report(error)
             return False

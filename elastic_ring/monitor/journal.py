@@ -26,8 +26,8 @@ from elastic_ring.errors import JournalDamaged, OtherFormat, RecordDamaged, Stal
 from elastic_ring.files import plain_json, sync_directory
 from elastic_ring.state.storage.backend import ONCE
 
-MAX_LINE_BYTES = 1 << 26
-"""A writer makes no longer line; a stranger's file may be one."""
+MAX_LINE_BYTES = 1 << 22
+"""A writer makes no longer line (1,024 members make 31 KB); a stranger's file may be one."""
 MAX_BYTES = 1 << 32
 """The most bytes of a journal or of metrics: millions of steps, and small enough for a reader's memory."""
 LOOK_S, QUIET_S = 0.01, 0.2
@@ -77,12 +77,14 @@ class Journal:
 
     def open(self, after: Place | None = None) -> Journal:
         """Create the file, or truncate an incomplete last line of a crashed writer. The lines before `after`, if given,
-        are read already. Raises: JournalDamaged."""
+        are read already. Raises: JournalDamaged; RecordDamaged for a link, behind which a stranger's file may be."""
         created, whole_bytes = not self.path.exists(), 0
         if not created:
             with opened(self.path) as file:
                 whole_bytes, self._link = _end_of(file, self.path, after or Place())
-        fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if self.path.is_symlink():
+            raise RecordDamaged(f"{self.path} is a link: remove it, or give another folder", path=str(self.path))
+        fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         if not created and _is_torn(fd, whole_bytes):
             os.ftruncate(fd, whole_bytes)
             os.fdatasync(fd)

@@ -237,7 +237,7 @@ class ChatTokenizer:
         """The tokens of each without the end of a document, and which of them and of that end count. The end counts
         where the template has written it itself. Raises ValueError for a conversation without counted tokens, and what
         the template raises."""
-        return [self._encode(**plain_json(conversation, len(conversation))) for conversation in conversations]
+        return [self._encode(**plain_json(conversation)) for conversation in conversations]
 
     def _encode(self, messages: list[Message], turns: list[int], tools: list[Any] | None) -> tuple[Tokens, Counted]:
         masks: list[Any] = []

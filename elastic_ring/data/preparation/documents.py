@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -23,7 +24,7 @@ from elastic_ring.data.listing import EXPORT
 from elastic_ring.data.manifest import Dropped
 from elastic_ring.data.preparation import MAX_RECORD_BYTES, OnBadInput
 from elastic_ring.data.preparation.chat import Conversations
-from elastic_ring.data.preparation.inputs import WHOLE, Piece, Span, open_arrow
+from elastic_ring.data.preparation.inputs import WHOLE, Piece, Span, open_arrow, sound
 from elastic_ring.files import cut, plain_json
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ MAX_NO_TEXT = 0.1
 """Share of bytes that are no UTF-8, or control characters, above which a file is no text. Latin-1 has about 0.03."""
 BOM = b"\xef\xbb\xbf"
 GIT_LFS = b"version https://git-lfs"
+_JSON_SIGN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
 _CONTROL = bytes(sorted({*range(32)} - {*b"\t\n\v\f\r\b\x1b"}))
 
 
@@ -147,9 +149,9 @@ def text_problem(data: bytes) -> str:
     )
 
 
-def _parse_json(data: bytes, most_bytes: int | None = None) -> Any:
+def _parse_json(data: bytes) -> Any:
     """Raises ValueError for anything but JSON in UTF-8; Python's own reader takes UTF-16 and UTF-32 as well."""
-    return plain_json(data.decode("utf-8-sig"), MAX_RECORD_BYTES if most_bytes is None else most_bytes)
+    return plain_json(data.decode("utf-8-sig"), MAX_RECORD_BYTES)
 
 
 @dataclass(frozen=True)
@@ -198,14 +200,36 @@ class _SpanReader:
                 return
         except ValueError:
             pass
-        data = self._read_whole()
-        try:
-            value = _parse_json(data, len(data))
-        except ValueError as error:
-            self._refuse(f"is no JSON: {type(error).__name__}: {error}")
-            return
-        for number, record in enumerate(value if isinstance(value, list) else [value], 1):
-            yield from self._record(record, lambda record: record, f"record {number}")
+        is_list = first.removeprefix(BOM).lstrip().startswith(b"[")
+        del first
+        for number, record in enumerate(self._list() if is_list else [self._read_whole(bounded=True)], 1):
+            yield from self._record(record, _parse_json, f"record {number}")
+
+    def _list(self) -> Iterator[bytes]:
+        """The JSON of each value of a list, which may be longer than memory. Raises ArrowInvalid for one that does not
+        end where the file does, and for a value that is too long."""
+        data, at, depth = bytearray(), 0, 0
+        with self._open() as stream:
+            while more := stream.read(8 * BUFFER_BYTES):
+                data += more
+                while match := _JSON_SIGN.search(data, at):
+                    sign, (start, end) = chr(data[match.start()]), match.span()
+                    if sign == '"' and end == start + 1:  # more of this text is to come
+                        break
+                    at, depth = end, depth + (sign in "[{") - (sign in "]}")
+                    if depth == 0 or (depth == 1 and sign in ",["):
+                        value = bytes(data[:start])
+                        del data[:at]
+                        at = 0
+                        if sign == "," or (depth == 0 and value.strip()):
+                            yield value
+                    if depth == 0:
+                        if (data + stream.read(BUFFER_BYTES)).strip():
+                            raise pa.ArrowInvalid("more follows its list")
+                        return
+                if len(data) > MAX_RECORD_BYTES:
+                    raise pa.ArrowInvalid(f"a value of its list has more than {MAX_RECORD_BYTES:,} bytes")
+        raise pa.ArrowInvalid("its list does not end")
 
     def _parquet(self) -> Iterator[bytes]:
         with self.filesystem.open_input_file(self.span.file.path) as file:
@@ -215,11 +239,9 @@ class _SpanReader:
                 yield from self._rows(_parquet_batches(file, parquet, range(self.span.start, stop), columns))
 
     def _arrow(self) -> Iterator[bytes]:
-        with open_arrow(self.filesystem, self.span.file.path) as batches:
-            mine = itertools.islice(batches, self.span.start, None if self.span.stop == WHOLE else self.span.stop)
-            first = next(mine, None)
-            if first is not None and (columns := self._columns(first.schema)):
-                yield from self._rows(batch.select(columns) for batch in itertools.chain([first], mine))
+        with open_arrow(self.filesystem, self.span.file.path, self._columns) as batches:
+            stop = None if self.span.stop == WHOLE else self.span.stop
+            yield from self._rows(map(sound, itertools.islice(batches, self.span.start, stop)))
 
     # ------------------------------------------------------------ records and rows
 
@@ -303,12 +325,13 @@ class _SpanReader:
                 at += len(part)
                 begins = part.endswith(b"\n")
 
-    def _read_whole(self) -> bytes:
-        """All bytes of the file. Raises ArrowInvalid for a compressed one that has more than a document may have."""
-        is_compressed = self.span.file.compression is not None
+    def _read_whole(self, *, bounded: bool = False) -> bytes:
+        """All bytes of the file. Raises ArrowInvalid for one that is compressed or `bounded` and has more than a
+        document may have."""
+        bounded |= self.span.file.compression is not None
         with self._open() as stream:
-            data: bytes = stream.read(MAX_RECORD_BYTES + 1 if is_compressed else None)
-        if is_compressed and len(data) > MAX_RECORD_BYTES:
+            data: bytes = stream.read(MAX_RECORD_BYTES + 1 if bounded else None)
+        if bounded and len(data) > MAX_RECORD_BYTES:
             raise pa.ArrowInvalid(
                 f"it expands to more than {MAX_RECORD_BYTES:,} bytes: decompress it, or write JSON lines"
             )
@@ -325,7 +348,11 @@ class _SpanReader:
 # protocol, as the footer is. pyarrow's own view of a footer ends the process where its statistics are damaged.
 
 DAMAGED = (LookupError, RecursionError, StopIteration, TypeError, UnicodeDecodeError)
-FOOTER_END_BYTES, MAX_FIELD = 8, 99
+FOOTER_END_BYTES, MAX_HEADER_BYTES, MAX_FIELD = 8, 1 << 16, 99
+WIDTHS, EXTREMES = {1: 4, 2: 8, 4: 4, 5: 8}, (1, 2, 5, 6)
+"""Bytes of a number, by physical type; fields of statistics with one."""
+MAX_CHUNK_BYTES, VALUE_BYTES = 1 << 29, 8
+"""Of each value in memory: a few bytes may say millions of equal ones, or of nulls."""
 BOOL, INT64, DOUBLE, BINARY, STRUCT = (1, 2), 6, 7, 8, 12
 LISTS, INTEGERS = (9, 10), (4, 5, INT64)
 
@@ -333,18 +360,12 @@ LISTS, INTEGERS = (9, 10), (4, 5, INT64)
 def _parquet_batches(file: Any, parquet: Any, groups: range, names: Sequence[str]) -> Iterator[Any]:
     """As many rows at a time as surely fit in memory. Raises ArrowInvalid for a page that expands to more than may be,
     and for a damaged footer or header."""
-    end, most_bytes = file.size() - FOOTER_END_BYTES, 2 * MAX_RECORD_BYTES
-    num_bytes = min(int.from_bytes(file.read_at(4, max(end, 0)), "little"), end)
-    try:
-        row_groups = _read_struct(file.read_at(num_bytes, end - num_bytes), 0)[0][4]
-        columns = [[_column_chunk(chunk[3], end) for chunk in row_groups[group][1]] for group in groups]
-    except DAMAGED as error:
-        raise pa.ArrowInvalid("the footer is damaged") from error
+    most_bytes, columns = 2 * MAX_RECORD_BYTES, column_chunks(file, groups)
     for group, chunks in zip(groups, columns, strict=True):
         row_bytes = 1
         for path, start, num_bytes in chunks:
             if any(f"{path}.".startswith(f"{name}.") for name in names):
-                largest = _largest_page(file.read_at(num_bytes, start))
+                largest = max(page_sizes(file, start, num_bytes), default=0)
                 if largest > most_bytes:
                     problem = f"a page of {path!r} expands to {largest:,} bytes: there may be {most_bytes:,}"
                     raise pa.ArrowInvalid(problem)
@@ -353,23 +374,45 @@ def _parquet_batches(file: Any, parquet: Any, groups: range, names: Sequence[str
         yield from parquet.iter_batches(num_rows, row_groups=[group], columns=names)
 
 
+def column_chunks(file: Any, groups: range) -> list[list[tuple[str, int, int]]]:
+    """(path, start, bytes) of each column of these row groups. Raises ArrowInvalid for a damaged footer, also for one
+    with statistics at which pyarrow ends the process."""
+    end = max(file.size() - FOOTER_END_BYTES, 0)
+    num_bytes = min(int.from_bytes(file.read_at(4, end), "little"), end)
+    try:
+        row_groups = _read_struct(file.read_at(num_bytes, end - num_bytes), 0)[0][4]
+        return [[_column_chunk(chunk[3], end) for chunk in row_groups[group][1]] for group in groups]
+    except DAMAGED as error:
+        raise pa.ArrowInvalid("the footer is damaged") from error
+
+
 def _column_chunk(about: dict[int, Any], most_bytes: int) -> tuple[str, int, int]:
-    """(path, start, bytes) of a column in a row group."""
-    first, dictionary = about[9], about.get(11, 0)
+    first, dictionary, statistics = about[9], about.get(11, 0), about.get(12, {})
     start = dictionary if 0 < dictionary < first else first
+    if any(len(statistics.get(field, b"")) not in (0, WIDTHS[about[1]]) for field in EXTREMES if about[1] in WIDTHS):
+        raise LookupError("statistics")
     return ".".join(part.decode() for part in about[3]), max(start, 0), max(min(about[7], most_bytes), 0)
 
 
-def _largest_page(chunk: bytes) -> int:
-    """The most bytes that a page of a column chunk expands to. Raises ArrowInvalid for a damaged header."""
-    at = largest = 0
+def page_sizes(file: Any, start: int, num_bytes: int) -> Iterator[int]:
+    """The bytes that each page of a column chunk expands to, at least. Raises ArrowInvalid for a damaged header."""
+    at, block, block_at = 0, b"", 0
     try:
-        while at < len(chunk):
-            header, at = _read_struct(chunk, at)
-            largest, at = max(largest, header[2]), at + max(header[3], 0)
+        while at < num_bytes:
+            if at + MAX_HEADER_BYTES > block_at + len(block):
+                block, block_at = file.read_at(min(16 * BUFFER_BYTES, num_bytes - at), start + at), at
+            header, end = _read_struct(block, at - block_at)
+            num_values = max(about.get(1, 0) for field in (5, 7, 8) if (about := header.get(field, {})) is not None)
+            yield max(header[2], VALUE_BYTES * num_values)
+            at = block_at + end + max(header[3], 0)
     except DAMAGED as error:
         raise pa.ArrowInvalid(f"the page header before byte {at} of a column is damaged") from error
-    return largest
+
+
+def check_pages(file: Any, start: int, num_bytes: int) -> None:
+    """Raises ArrowInvalid for a column chunk of more than may be read at once, by eight bytes a value."""
+    if (expanded := sum(page_sizes(file, start, num_bytes))) > MAX_CHUNK_BYTES:
+        raise pa.ArrowInvalid(f"a row group expands to {expanded:,} bytes: there may be {MAX_CHUNK_BYTES:,}")
 
 
 def _read_struct(data: bytes, at: int) -> tuple[dict[int, Any], int]:
@@ -404,5 +447,7 @@ def _read_value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
 
 
 def _read_number(data: bytes, at: int, num_bits: int = 32) -> tuple[int, int]:
+    if data[at] < 128:
+        return data[at], at + 1
     end = next(end for end in range(at, at + 10) if data[end] < 128) + 1
     return sum((byte & 127) << 7 * place for place, byte in enumerate(data[at:end])) % (1 << num_bits), end

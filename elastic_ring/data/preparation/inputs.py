@@ -6,7 +6,8 @@ and becomes one or more token shards. Nothing is tokenised here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,10 @@ from elastic_ring.data.filesystem import raise_if_away
 from elastic_ring.data.listing import File, Listing
 
 OPENED_AT_ONCE = 16
-ARROW_FILE = b"ARROW1"
+ARROW_FILE, FILE_END_BYTES, CONTINUED = b"ARROW1", 10, b"\xff\xff\xff\xff"
+DICTIONARY, BATCH = 2, 3
+MAX_BATCH_BYTES = 128 << 20
+"""The most bytes that the columns of a batch that are read, or the dictionaries of a file, expand to."""
 WHOLE = -1
 """`stop` of a span that reaches to the end of its file."""
 
@@ -105,14 +109,111 @@ def _spans(filesystem: Any, piece_bytes: int, file: File) -> list[Span]:
 
 
 @contextmanager
-def open_arrow(filesystem: Any, path: str) -> Iterator[Iterator[Any]]:
-    """The record batches of an Arrow file or stream. Local files are mapped: batches passed by cost nothing."""
+def open_arrow(
+    filesystem: Any, path: str, choose: Callable[[Any], Sequence[str]] = lambda schema: schema.names
+) -> Iterator[Iterator[Any]]:
+    """The record batches of an Arrow file or stream, with the columns that `choose` names by its schema. Local files
+    are mapped: batches passed by cost nothing. Raises ArrowInvalid for one that expands to more than may be."""
     local = isinstance(filesystem, fs.LocalFileSystem)
     with pa.memory_map(path) if local else filesystem.open_input_file(path) as file:
-        magic = file.read(len(ARROW_FILE))
+        is_file = file.read(len(ARROW_FILE)) == ARROW_FILE
         file.seek(0)
-        if magic == ARROW_FILE:
-            reader = pa.ipc.open_file(file)
-            yield (reader.get_batch(index) for index in range(reader.num_record_batches))
-        else:
-            yield iter(pa.ipc.open_stream(file))
+        opened = pa.ipc.open_file if is_file else pa.ipc.open_stream
+        schema = opened(file).schema
+        if not (fields := [schema.get_field_index(name) for name in choose(schema)]):
+            yield iter(())
+            return
+        check_arrow(file, schema, fields)
+        file.seek(0)
+        reader = opened(file, options=pa.ipc.IpcReadOptions(included_fields=fields))
+        yield (reader.get_batch(index) for index in range(reader.num_record_batches)) if is_file else iter(reader)
+
+
+def sound(batch: Any) -> Any:
+    """A batch of an Arrow file. Raises ArrowInvalid for places outside its buffers, where pyarrow ends the process."""
+    batch.validate(full=True)
+    return batch
+
+
+# ------------------------------------------------------------ what Arrow expands to
+# pyarrow expands a buffer whole. Its length then stands before it; where buffers are, messages in flatbuffers say.
+
+
+def check_arrow(file: Any, schema: Any, fields: Sequence[int]) -> None:
+    """Raises ArrowInvalid where all dictionaries, or these fields of a batch, expand to more bytes than may be."""
+    try:
+        chosen = [index in fields for index, kind in enumerate(schema.types) for _ in range(_num_buffers(kind))]
+        of_dictionaries = 0
+        for text, body in _messages(file):
+            is_batch, buffers, num_bytes = text[_field(text, 1)] == BATCH, _buffers(text), 0
+            for number, (at, length) in enumerate(buffers):
+                if length > 8 and (not is_batch or len(chosen) != len(buffers) or chosen[number]):
+                    num_bytes += max(_numbers(file.read_at(8, body + at), "q")[0], 0)
+            of_dictionaries += 0 if is_batch else num_bytes
+            if max(num_bytes, of_dictionaries) > MAX_BATCH_BYTES:
+                raise pa.ArrowInvalid(
+                    f"a batch or dictionary expands to {num_bytes:,} bytes: there may be {MAX_BATCH_BYTES:,} in each "
+                    "batch and in all dictionaries: write it in smaller ones, or without compression"
+                )
+    except (IndexError, OverflowError, struct.error) as error:
+        raise pa.ArrowInvalid("a message is damaged") from error
+
+
+def _num_buffers(kind: Any) -> int:
+    """How many buffers a column has in a batch; columns of views may have more."""
+    empty = pa.RecordBatch.from_arrays([pa.nulls(0, kind)], ["x"])
+    return len(_buffers(bytes(pa.ipc.read_message(empty.serialize()).metadata), is_any=True))
+
+
+def _messages(file: Any) -> Iterator[tuple[bytes, int]]:
+    """The text of each message, and where its body begins: of a file as its footer lists them."""
+    at, end = 0, file.size() - FILE_END_BYTES
+    if file.read_at(len(ARROW_FILE), 0) == ARROW_FILE:
+        num_bytes = min(_numbers(file.read_at(4, end), "I")[0], end)
+        footer = file.read_at(num_bytes, end - num_bytes)
+        blocks = (block for field in (2, 3) for block in _structs(footer, _field(footer, field), "qiiq"))
+        for start, num_bytes, *_ in blocks:
+            head = file.read_at(num_bytes, start)
+            yield head[8 if head.startswith(CONTINUED) else 4 :], start + num_bytes
+        return
+    while head := file.read_at(8, at):
+        at += 8 if head.startswith(CONTINUED) else 4
+        text = file.read_at(_numbers(head, "I", 4 if head.startswith(CONTINUED) else 0)[0], at)
+        if not text:
+            return
+        yield text, at + len(text)
+        at += len(text) + (_numbers(text, "q", length)[0] if (length := _field(text, 3)) else 0)
+
+
+def _buffers(text: bytes, *, is_any: bool = False) -> list[tuple[int, ...]]:
+    """(offset in the body, bytes) of each buffer of a message, if they are compressed, or of `is_any`."""
+    batch = _follow(text, _field(text, 2))
+    if text[_field(text, 1)] == DICTIONARY:
+        batch = _follow(text, _field(text, 1, batch))
+    elif text[_field(text, 1)] != BATCH:
+        return []
+    is_compressed = _field(text, 3, batch) or _field(text, 4)  # or, as was tried first, by a key of the message
+    return _structs(text, _field(text, 2, batch), "qq") if is_compressed or is_any else []
+
+
+def _numbers(text: bytes, kinds: str, at: int = 0) -> tuple[int, ...]:
+    return struct.unpack_from(f"<{kinds}", text, at)
+
+
+def _follow(text: bytes, at: int) -> int:
+    return at + _numbers(text, "I", at)[0]
+
+
+def _field(text: bytes, number: int, table: int | None = None) -> int:
+    """Where a field of a table is, by default of the outermost; 0 for one that is left out."""
+    table = _follow(text, 0) if table is None else table
+    names = table - _numbers(text, "i", table)[0]
+    is_there = 4 + 2 * number < _numbers(text, "H", names)[0]
+    offset = _numbers(text, "H", names + 4 + 2 * number)[0] if is_there else 0
+    return table + offset if offset else 0
+
+
+def _structs(text: bytes, vector: int, kinds: str) -> list[tuple[int, ...]]:
+    begin = _follow(text, vector) if vector else 0
+    num, size = _numbers(text, "I", begin)[0] if vector else 0, struct.calcsize(f"<{kinds}")
+    return list(struct.iter_unpack(f"<{kinds}", text[begin + 4 :][: num * size]))

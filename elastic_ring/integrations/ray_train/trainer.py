@@ -28,6 +28,7 @@ from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfi
 from elastic_ring.data.packing import Files
 from elastic_ring.data.source import SourceConfig, open_source
 from elastic_ring.errors import RunFailed
+from elastic_ring.files import replace_file
 from elastic_ring.integrations.ray_train import ops
 from elastic_ring.integrations.ray_train.rings import DatasetRows
 from elastic_ring.integrations.ray_train.run_records import Records
@@ -158,7 +159,7 @@ class Zero3Trainer:
         self._check()
         write_json(self._run.driver_folder / CONFIG_NAME, self._config())
         for name, text in self.config_files.items():
-            (self._run.driver_folder / name).write_text(text, encoding="utf-8")
+            replace_file(self._run.driver_folder / name, text.encode())
         # For a cluster of one's own, where none is there yet; Ray Data needs some beside the workers.
         each = (self.scaling_config.resources_per_worker or {}).get("CPU", 1.0)
         num_cpus = max(1, math.ceil(each * self.num_workers[1])) + (0 if self.dataset is None else DATA_CPUS)

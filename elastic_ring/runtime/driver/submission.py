@@ -25,7 +25,7 @@ from elastic_ring.data.prepared import may_grow, versions_beside, with_versions
 from elastic_ring.data.sampling.validation import of_set
 from elastic_ring.data.source import open_source
 from elastic_ring.errors import CheckpointDamaged, CoordinatorLost, RecordDamaged, RunFailed
-from elastic_ring.files import few, plain_json, shown_plain
+from elastic_ring.files import few, plain_json, replace_file, shown_plain
 from elastic_ring.mesh import Mesh
 from elastic_ring.monitor.goodput import Stages
 from elastic_ring.monitor.json_files import read_json, set_aside
@@ -367,7 +367,7 @@ class Submission:
         folder = self.run.driver_folder
         folder.mkdir(0o700, parents=True, exist_ok=True)
         for name, text in self.config_files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            replace_file(folder / name, text.encode())
         try:
             read_record(folder)
         except RecordDamaged as error:

@@ -18,6 +18,7 @@ from elastic_ring.state.storage.backend import PROBE, Entry, Retries, Upload
 FINAL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 """Errors that a retry does not mend. A full or read-only disk and a lost permission are not among them: an operator
 mends those while the run waits."""
+NO_PATH = (errno.ELOOP, errno.ENAMETOOLONG)
 MISSING = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK)
 OTHER_FILE_SYSTEM = "give a folder on a file system that has them, or an object store"
 FLUSH_BYTES = 64 << 20
@@ -141,7 +142,9 @@ class LocalFiles:
     def entry(self, path: str) -> Entry | None:
         try:
             status = self._retries(lambda: os.stat(path), _is_final)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if not isinstance(error, (FileNotFoundError, NotADirectoryError)) and error.errno not in NO_PATH:
+                raise
             return None
         return Entry(path, status.st_size, status.st_mtime) if os.path.isfile(path) else None
 
@@ -226,4 +229,4 @@ def _raise_unless_missing(error: OSError) -> None:
 
 
 def _is_final(error: Exception) -> bool:
-    return isinstance(error, FINAL) or not isinstance(error, OSError)
+    return isinstance(error, FINAL) or not isinstance(error, OSError) or error.errno in NO_PATH
