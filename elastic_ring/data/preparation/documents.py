@@ -210,15 +210,16 @@ class _SpanReader:
         end where the file does, and for a value that is too long."""
         data, at, depth = bytearray(), 0, 0
         with self._open() as stream:
-            while more := stream.read(8 * BUFFER_BYTES):
+            while more := stream.read(4 * BUFFER_BYTES):
                 data += more
+                del more
                 while match := _JSON_SIGN.search(data, at):
                     sign, (start, end) = chr(data[match.start()]), match.span()
                     if sign == '"' and end == start + 1:  # more of this text is to come
                         break
                     at, depth = end, depth + (sign in "[{") - (sign in "]}")
                     if depth == 0 or (depth == 1 and sign in ",["):
-                        value = bytes(data[:start])
+                        value = memoryview(data)[:start].tobytes()
                         del data[:at]
                         at = 0
                         if sign == "," or (depth == 0 and value.strip()):

@@ -187,7 +187,7 @@ def test_places_outside_a_buffer_of_arrow_are_refused(tmp_path: Path) -> None:
     "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.json", "a.txt.zst", "a.parquet", "a.arrow", "a.ipc"]
 )
 @pytest.mark.parametrize("num_bytes", [62 * MIB, 66 * MIB])
-def test_no_reader_takes_more_than_three_times_the_bound(tmp_path: Path, name: str, num_bytes: int) -> None:
+def test_readers_take_at_most_three_times_the_bound_and_of_parquet_five_times(tmp_path: Path, name: str, num_bytes: int) -> None:
     """Just below it and just above."""
     document, small = "a" * num_bytes, write_table(tmp_path / "small.parquet", ["one", "two"]).name
     if name.endswith(".parquet"):
@@ -205,7 +205,8 @@ def test_no_reader_takes_more_than_three_times_the_bound(tmp_path: Path, name: s
     num_documents, num_bad, grown, *_ = measured(tmp_path, name, small, 64 * MIB)
     assert num_documents + num_bad == (1 if ".txt" in name else 3) or name.endswith((".json", ".arrow", ".ipc"))
     assert num_bad == (num_bytes > 64 * MIB)
-    assert grown <= 3 * 64 * MIB, f"{grown / MIB:.0f} MiB"
+    most = 5 if name.endswith(".parquet") else 3  # pyarrow has a page, its dictionary and the column in memory
+    assert grown <= most * 64 * MIB, f"{grown / MIB:.0f} MiB"
 
 
 def test_the_bound_is_in_force_at_both_doors(tmp_path: Path) -> None:
