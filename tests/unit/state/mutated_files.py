@@ -70,11 +70,13 @@ IDENTITY = Identity({})
 # ------------------------------------------------------------ what is there
 
 
-def write_artefacts(root: Path) -> None:
-    """A folder of each kind below `root`, and the one that nothing may change."""
+def write_artefacts(root: Path, kinds: tuple[str, ...] = ()) -> None:
+    """A folder of each kind, by default all, below `root`, and the one that nothing may change."""
+    root.mkdir(exist_ok=True)
     _write_outside(root)
     for kind in KINDS:
-        kind.write(root / kind.name)
+        if not kinds or kind.name in kinds:
+            kind.write(root / kind.name)
 
 
 def _write_outside(root: Path) -> None:
