@@ -187,7 +187,7 @@ def test_places_outside_a_buffer_of_arrow_are_refused(tmp_path: Path) -> None:
     "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.json", "a.txt.zst", "a.parquet", "a.arrow", "a.ipc"]
 )
 @pytest.mark.parametrize("num_bytes", [62 * MIB, 66 * MIB])
-def test_readers_take_at_most_three_times_the_bound_and_of_parquet_five_times(tmp_path: Path, name: str, num_bytes: int) -> None:
+def test_a_reader_takes_at_most_three_times_the_bound(tmp_path: Path, name: str, num_bytes: int) -> None:
     """Just below it and just above."""
     document, small = "a" * num_bytes, write_table(tmp_path / "small.parquet", ["one", "two"]).name
     if name.endswith(".parquet"):
