@@ -236,7 +236,12 @@ def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 def opened(path: str | os.PathLike[str]) -> BinaryIO:
     """The file for reading. Raises RecordDamaged for something else than a file, which would block, and for a file
     longer than a run writes; FileNotFoundError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise RecordDamaged(f"{os.fspath(path)} is a link to itself: remove it", path=str(path)) from error
     about = os.fstat(fd)
     wrong = "is no regular file" if not stat.S_ISREG(about.st_mode) else ""
     wrong = wrong or (f"has more than {MAX_BYTES} bytes" if about.st_size > MAX_BYTES else "")
