@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from elastic_ring.data.filesystem import READ_ERRORS, located, raise_if_away, reading
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 1 << 20
 NUM_ROWS = 256  # of Parquet that are decoded at once, at most
+OBJECT_BYTES = 64  # of a value of Python, besides its content
 MAX_NAMED = 20
 """How many bad inputs of a piece are named; all are counted."""
 MAX_WORDS = 500  # characters about one bad input
@@ -154,6 +156,35 @@ def _parse_json(data: bytes) -> Any:
     return plain_json(data.decode("utf-8-sig"), MAX_RECORD_BYTES)
 
 
+def _plain_row(row: Any) -> Any:
+    """Raises ValueError for a row that would be too large as Python's values."""
+    if (num_bytes := _num_bytes(row)) > MAX_RECORD_BYTES:
+        raise ValueError(f"it takes {num_bytes:,} bytes: there may be {MAX_RECORD_BYTES:,}")
+    return row[0].as_py()
+
+
+def _slices(table: Any) -> Iterator[Any]:
+    return (table.slice(index, 1) for index in range(len(table)))
+
+
+def _num_bytes(column: Any) -> int:
+    """What the values of a column take, of which a few bytes may name many."""
+    kind, is_a = column.type, pa.types
+    if is_a.is_struct(kind):
+        inner = sum(map(_num_bytes, column.flatten()))
+    elif is_a.is_list(kind) or is_a.is_large_list(kind) or is_a.is_fixed_size_list(kind):
+        inner = _num_bytes(column.flatten())
+    elif is_a.is_list_view(kind) or is_a.is_large_list_view(kind):
+        raise ValueError(f"it has values of type {kind}")
+    elif is_a.is_dictionary(kind):
+        inner = pc.sum(pc.take(pc.binary_length(column.dictionary), column.indices)).as_py() or 0
+    elif is_a.is_nested(kind) or is_a.is_string_view(kind) or is_a.is_run_end_encoded(kind):
+        inner = OBJECT_BYTES * len(column) * column.nbytes
+    else:
+        inner = column.nbytes
+    return OBJECT_BYTES * len(column) + inner
+
+
 @dataclass(frozen=True)
 class _SpanReader:
     """Reads a part of a file as its kind says; notes bad records and a bad file in `tally`."""
@@ -237,6 +268,9 @@ class _SpanReader:
             parquet = pq.ParquetFile(file)
             stop = parquet.metadata.num_row_groups if self.span.stop == WHOLE else self.span.stop
             if columns := self._columns(parquet.schema_arrow):
+                if not self.content.is_text:  # a conversation may name one long text many times
+                    leaves = [parquet.schema.column(number).path for number in range(len(parquet.schema))]
+                    parquet = pq.ParquetFile(file, read_dictionary=leaves)
                 yield from self._rows(_parquet_batches(file, parquet, range(self.span.start, stop), columns))
 
     def _arrow(self) -> Iterator[bytes]:
@@ -268,11 +302,12 @@ class _SpanReader:
     def _rows(self, batches: Iterator[Any]) -> Iterator[bytes]:
         """The documents of tables, row by row: many rows may have one large value."""
         is_text = self.content.is_text
-        rows = (row for batch in batches for row in (batch.column(0) if is_text else batch.to_struct_array()))
+        tables = (batch.column(0) if is_text else batch.to_struct_array() for batch in batches)
+        rows = (row for table in tables for row in (table if is_text else _slices(table)))
         for number, row in enumerate(rows, 1):
             where = f"row {number}{self.span.part}"
             if not is_text:
-                yield from self._record(row, lambda row: row.as_py(), where)
+                yield from self._record(row, _plain_row, where)
                 continue
             value = getattr(row, "value", row).as_buffer()  # a dictionary's row has its value in it
             if value is not None and len(value) > MAX_RECORD_BYTES:

@@ -19,6 +19,7 @@ from elastic_ring.cli import train
 from elastic_ring.cli.forecasts.folders import sizes_of
 from elastic_ring.data.listing import LEADS_OUT, list_source
 from elastic_ring.data.preparation import documents, inputs
+from elastic_ring.data.preparation.chat import Conversations
 from elastic_ring.data.prepared import PreparedTokens
 from elastic_ring.data.shards import TokenShards
 from elastic_ring.data.text import TextFiles
@@ -180,6 +181,26 @@ def test_places_outside_a_buffer_of_arrow_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=r"a\.arrow: cannot be read"):
             read()
+
+
+def test_a_conversation_of_a_table_that_is_large_as_values_is_left_out_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of nulls has no bytes, and a dictionary has a text once that a row may name a million times."""
+    monkeypatch.setattr(documents, "MAX_RECORD_BYTES", 1 << 20)
+    turns = pa.array([[{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]] * 2)
+    text = pa.array(["a" * 1000])
+    many = {"nulls.arrow": pa.nulls(100_000), "texts.arrow": text.dictionary_encode().take(pa.array([0] * 2000))}
+    for name, values in {**many, "texts.parquet": text.take(pa.array([0] * 2000))}.items():
+        tools = pa.ListArray.from_arrays(pa.array([0, 0, len(values)], pa.int32()), values)
+        table = pa.table({"messages": turns, "tools": tools})
+        if name.endswith(".parquet"):
+            pq.write_table(table, tmp_path / name)
+        else:
+            write_batch(tmp_path / name, {"messages": turns, "tools": tools})
+        (piece,), tally = inputs.cut(list_source(str(tmp_path / name)), 0, 1 << 30), documents.Tally("skip")
+        assert len(list(documents.read_documents(piece, Conversations(), tally))) == 1
+        assert f"{name}: row 2 is no JSON object with a conversation: ValueError: it takes " in tally.bad[0]
 
 
 @pytest.mark.slow
