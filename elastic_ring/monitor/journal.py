@@ -236,12 +236,9 @@ def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 def opened(path: str | os.PathLike[str]) -> BinaryIO:
     """The file for reading. Raises RecordDamaged for something else than a file, which would block, and for a file
     longer than a run writes; FileNotFoundError."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise RecordDamaged(f"{os.fspath(path)} is a link to itself: remove it", path=str(path)) from error
+    if os.path.islink(path) and not os.path.exists(path):
+        raise RecordDamaged(f"{os.fspath(path)} is a link to nothing: remove it", path=str(path))
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     about = os.fstat(fd)
     wrong = "is no regular file" if not stat.S_ISREG(about.st_mode) else ""
     wrong = wrong or (f"has more than {MAX_BYTES} bytes" if about.st_size > MAX_BYTES else "")

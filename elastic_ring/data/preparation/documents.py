@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import itertools
 import logging
-import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -40,7 +39,6 @@ MAX_NO_TEXT = 0.1
 """Share of bytes that are no UTF-8, or control characters, above which a file is no text. Latin-1 has about 0.03."""
 BOM = b"\xef\xbb\xbf"
 GIT_LFS = b"version https://git-lfs"
-_JSON_SIGN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
 _CONTROL = bytes(sorted({*range(32)} - {*b"\t\n\v\f\r\b\x1b"}))
 
 
@@ -151,9 +149,9 @@ def text_problem(data: bytes) -> str:
     )
 
 
-def _parse_json(data: bytes) -> Any:
+def _parse_json(data: bytes, most_bytes: int | None = None) -> Any:
     """Raises ValueError for anything but JSON in UTF-8; Python's own reader takes UTF-16 and UTF-32 as well."""
-    return plain_json(data.decode("utf-8-sig"), MAX_RECORD_BYTES)
+    return plain_json(data.decode("utf-8-sig"), MAX_RECORD_BYTES if most_bytes is None else most_bytes)
 
 
 def _plain_row(row: Any) -> Any:
@@ -163,25 +161,17 @@ def _plain_row(row: Any) -> Any:
     return row[0].as_py()
 
 
-def _slices(table: Any) -> Iterator[Any]:
-    return (table.slice(index, 1) for index in range(len(table)))
-
-
 def _num_bytes(column: Any) -> int:
     """What the values of a column take, of which a few bytes may name many."""
-    kind, is_a = column.type, pa.types
-    if is_a.is_struct(kind):
+    inner = column.nbytes * (OBJECT_BYTES * len(column) if pa.types.is_string_view(column.type) else 1)
+    if isinstance(column, pa.StructArray):
         inner = sum(map(_num_bytes, column.flatten()))
-    elif is_a.is_list(kind) or is_a.is_large_list(kind) or is_a.is_fixed_size_list(kind):
+    elif isinstance(column, (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)):
         inner = _num_bytes(column.flatten())
-    elif is_a.is_list_view(kind) or is_a.is_large_list_view(kind):
-        raise ValueError(f"it has values of type {kind}")
-    elif is_a.is_dictionary(kind):
+    elif isinstance(column, pa.DictionaryArray):
         inner = pc.sum(pc.take(pc.binary_length(column.dictionary), column.indices)).as_py() or 0
-    elif is_a.is_nested(kind) or is_a.is_string_view(kind) or is_a.is_run_end_encoded(kind):
-        inner = OBJECT_BYTES * len(column) * column.nbytes
-    else:
-        inner = column.nbytes
+    elif pa.types.is_nested(column.type):
+        raise ValueError(f"it has values of type {column.type}")
     return OBJECT_BYTES * len(column) + inner
 
 
@@ -231,37 +221,14 @@ class _SpanReader:
                 return
         except ValueError:
             pass
-        is_list = first.removeprefix(BOM).lstrip().startswith(b"[")
-        del first
-        for number, record in enumerate(self._list() if is_list else [self._read_whole(bounded=True)], 1):
-            yield from self._record(record, _parse_json, f"record {number}")
-
-    def _list(self) -> Iterator[bytes]:
-        """The JSON of each value of a list, which may be longer than memory. Raises ArrowInvalid for one that does not
-        end where the file does, and for a value that is too long."""
-        data, at, depth = bytearray(), 0, 0
-        with self._open() as stream:
-            while more := stream.read(4 * BUFFER_BYTES):
-                data += more
-                del more
-                while match := _JSON_SIGN.search(data, at):
-                    sign, (start, end) = chr(data[match.start()]), match.span()
-                    if sign == '"' and end == start + 1:  # more of this text is to come
-                        break
-                    at, depth = end, depth + (sign in "[{") - (sign in "]}")
-                    if depth == 0 or (depth == 1 and sign in ",["):
-                        value = memoryview(data)[:start].tobytes()
-                        del data[:at]
-                        at = 0
-                        if sign == "," or (depth == 0 and value.strip()):
-                            yield value
-                    if depth == 0:
-                        if (data + stream.read(BUFFER_BYTES)).strip():
-                            raise pa.ArrowInvalid("more follows its list")
-                        return
-                if len(data) > MAX_RECORD_BYTES:
-                    raise pa.ArrowInvalid(f"a value of its list has more than {MAX_RECORD_BYTES:,} bytes")
-        raise pa.ArrowInvalid("its list does not end")
+        data = self._read_whole()
+        try:
+            value = _parse_json(data, len(data))
+        except ValueError as error:
+            self._refuse(f"is no JSON: {type(error).__name__}: {error}")
+            return
+        for number, record in enumerate(value if isinstance(value, list) else [value], 1):
+            yield from self._record(record, lambda record: record, f"record {number}")
 
     def _parquet(self) -> Iterator[bytes]:
         with self.filesystem.open_input_file(self.span.file.path) as file:
@@ -303,12 +270,13 @@ class _SpanReader:
         """The documents of tables, row by row: many rows may have one large value."""
         is_text = self.content.is_text
         tables = (batch.column(0) if is_text else batch.to_struct_array() for batch in batches)
-        rows = (row for table in tables for row in (table if is_text else _slices(table)))
-        for number, row in enumerate(rows, 1):
+        rows = ((table, index) for table in tables for index in range(len(table)))
+        for number, (table, index) in enumerate(rows, 1):
             where = f"row {number}{self.span.part}"
             if not is_text:
-                yield from self._record(row, _plain_row, where)
+                yield from self._record(table.slice(index, 1), _plain_row, where)
                 continue
+            row = table[index]
             value = getattr(row, "value", row).as_buffer()  # a dictionary's row has its value in it
             if value is not None and len(value) > MAX_RECORD_BYTES:
                 self.tally.num_records += 1
@@ -361,13 +329,12 @@ class _SpanReader:
                 at += len(part)
                 begins = part.endswith(b"\n")
 
-    def _read_whole(self, *, bounded: bool = False) -> bytes:
-        """All bytes of the file. Raises ArrowInvalid for one that is compressed or `bounded` and has more than a
-        document may have."""
-        bounded |= self.span.file.compression is not None
+    def _read_whole(self) -> bytes:
+        """All bytes of the file. Raises ArrowInvalid for a compressed one that has more than a document may have."""
+        is_compressed = self.span.file.compression is not None
         with self._open() as stream:
-            data: bytes = stream.read(MAX_RECORD_BYTES + 1 if bounded else None)
-        if bounded and len(data) > MAX_RECORD_BYTES:
+            data: bytes = stream.read(MAX_RECORD_BYTES + 1 if is_compressed else None)
+        if is_compressed and len(data) > MAX_RECORD_BYTES:
             raise pa.ArrowInvalid(
                 f"it expands to more than {MAX_RECORD_BYTES:,} bytes: decompress it, or write JSON lines"
             )
@@ -446,7 +413,7 @@ def page_sizes(file: Any, start: int, num_bytes: int) -> Iterator[int]:
 
 
 def check_pages(file: Any, start: int, num_bytes: int) -> None:
-    """Raises ArrowInvalid for a column chunk of more than may be read at once, by eight bytes a value."""
+    """Raises ArrowInvalid for a column chunk that expands to more than may be."""
     if (expanded := sum(page_sizes(file, start, num_bytes))) > MAX_CHUNK_BYTES:
         raise pa.ArrowInvalid(f"a row group expands to {expanded:,} bytes: there may be {MAX_CHUNK_BYTES:,}")
 

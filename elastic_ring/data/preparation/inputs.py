@@ -148,7 +148,7 @@ def check_arrow(file: Any, schema: Any, fields: Sequence[int]) -> None:
             is_batch, buffers, num_bytes = text[_field(text, 1)] == BATCH, _buffers(text), 0
             for number, (at, length) in enumerate(buffers):
                 if length > 8 and (not is_batch or len(chosen) != len(buffers) or chosen[number]):
-                    num_bytes += max(_numbers(file.read_at(8, body + at), "q")[0], 0)
+                    num_bytes += max(_number(file.read_at(8, body + at), "q"), 0)
             of_dictionaries += 0 if is_batch else num_bytes
             if max(num_bytes, of_dictionaries) > MAX_BATCH_BYTES:
                 raise pa.ArrowInvalid(
@@ -169,51 +169,47 @@ def _messages(file: Any) -> Iterator[tuple[bytes, int]]:
     """The text of each message, and where its body begins: of a file as its footer lists them."""
     at, end = 0, file.size() - FILE_END_BYTES
     if file.read_at(len(ARROW_FILE), 0) == ARROW_FILE:
-        num_bytes = min(_numbers(file.read_at(4, end), "I")[0], end)
+        num_bytes = min(_number(file.read_at(4, end), "I"), end)
         footer = file.read_at(num_bytes, end - num_bytes)
-        blocks = (block for field in (2, 3) for block in _structs(footer, _field(footer, field), "qiiq"))
-        for start, num_bytes, *_ in blocks:
-            head = file.read_at(num_bytes, start)
+        for start, num_bytes, *_ in (block for field in (2, 3) for block in _structs(footer, field, "qiiq")):
+            head = file.read_at(min(num_bytes, end), start)
             yield head[8 if head.startswith(CONTINUED) else 4 :], start + num_bytes
         return
     while head := file.read_at(8, at):
         at += 8 if head.startswith(CONTINUED) else 4
-        text = file.read_at(_numbers(head, "I", 4 if head.startswith(CONTINUED) else 0)[0], at)
-        if not text:
+        if not (text := file.read_at(min(_number(head, "I", 4 if head.startswith(CONTINUED) else 0), end), at)):
             return
         yield text, at + len(text)
-        at += len(text) + (_numbers(text, "q", length)[0] if (length := _field(text, 3)) else 0)
+        at += len(text) + (max(_number(text, "q", length), 0) if (length := _field(text, 3)) else 0)
 
 
 def _buffers(text: bytes, *, is_any: bool = False) -> list[tuple[int, ...]]:
     """(offset in the body, bytes) of each buffer of a message, if they are compressed, or of `is_any`."""
-    batch = _follow(text, _field(text, 2))
-    if text[_field(text, 1)] == DICTIONARY:
-        batch = _follow(text, _field(text, 1, batch))
-    elif text[_field(text, 1)] != BATCH:
-        return []
-    is_compressed = _field(text, 3, batch) or _field(text, 4)  # or, as was tried first, by a key of the message
-    return _structs(text, _field(text, 2, batch), "qq") if is_compressed or is_any else []
+    kind, batch = text[_field(text, 1)], _follow(text, _field(text, 2))
+    batch = _follow(text, _field(text, 1, batch)) if kind == DICTIONARY else batch
+    # A key of the message said so at first.
+    is_any = kind in (DICTIONARY, BATCH) and bool(is_any or _field(text, 3, batch) or _field(text, 4))
+    return _structs(text, 2, "qq", batch) if is_any else []
 
 
-def _numbers(text: bytes, kinds: str, at: int = 0) -> tuple[int, ...]:
-    return struct.unpack_from(f"<{kinds}", text, at)
+def _number(text: bytes, kind: str, at: int = 0) -> int:
+    return int(struct.unpack_from(f"<{kind}", text, at)[0])
 
 
 def _follow(text: bytes, at: int) -> int:
-    return at + _numbers(text, "I", at)[0]
+    return at + _number(text, "I", at)
 
 
 def _field(text: bytes, number: int, table: int | None = None) -> int:
     """Where a field of a table is, by default of the outermost; 0 for one that is left out."""
     table = _follow(text, 0) if table is None else table
-    names = table - _numbers(text, "i", table)[0]
-    is_there = 4 + 2 * number < _numbers(text, "H", names)[0]
-    offset = _numbers(text, "H", names + 4 + 2 * number)[0] if is_there else 0
+    names = table - _number(text, "i", table)
+    offset = _number(text, "H", names + 4 + 2 * number) if 4 + 2 * number < _number(text, "H", names) else 0
     return table + offset if offset else 0
 
 
-def _structs(text: bytes, vector: int, kinds: str) -> list[tuple[int, ...]]:
-    begin = _follow(text, vector) if vector else 0
-    num, size = _numbers(text, "I", begin)[0] if vector else 0, struct.calcsize(f"<{kinds}")
-    return list(struct.iter_unpack(f"<{kinds}", text[begin + 4 :][: num * size]))
+def _structs(text: bytes, field: int, kinds: str, table: int | None = None) -> list[tuple[int, ...]]:
+    if not (at := _field(text, field, table)):
+        return []
+    begin, size = _follow(text, at), struct.calcsize(f"<{kinds}")
+    return list(struct.iter_unpack(f"<{kinds}", text[begin + 4 :][: _number(text, "I", begin) * size]))

@@ -202,7 +202,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "junk.parquet": (b"PAR1 this is not", "junk.parquet: cannot be read"),
     "junk.arrow": (b"ARROW1 this is not", "junk.arrow: cannot be read"),
     "junk.jsonl.gz": (b"\x1f\x8bthis is not", "junk.jsonl.gz: cannot be read"),
-    "nothing.json.gz": (gzip.compress(b""), "nothing.json.gz: record 1 is no JSON"),
+    "nothing.json.gz": (gzip.compress(b""), "nothing.json.gz: is no JSON"),
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 from tests.unit.state.mutated_files import KINDS, LIGHT, Case, run_case, write_artefacts
 
 ROOT = Path(__file__).parents[3]
-NUM_CASES, NUM_FEW, NUM_PROCESSES = 1000, 60, 2
+NUM_CASES, NUM_FEW, NUM_PROCESSES = 1000, 25, 2
 MOST_S, MOST_BYTES = 2.0, 1 << 30
 HANGS_AFTER_S = 60.0
 """Of a process that shares its cores."""

@@ -433,7 +433,9 @@ def test_more_skipped_steps_in_a_row_than_allowed_raise_on_every_rank_after_they
     for rank in (0, 1):
         with pytest.raises(TooManySkipped, match=named):
             four.result(rank)
-    assert [fact["counters"] for fact in four.all(facts, ranks=(0, 1))] == [Counters(num_steps, num_steps, num_steps)] * 2
+    assert [fact["counters"] for fact in four.all(facts, ranks=(0, 1))] == [
+        Counters(num_steps, num_steps, num_steps)
+    ] * 2
     assert all(fact["valid"] for fact in four.all(facts, ranks=(0, 1)))
 
 
