@@ -345,7 +345,7 @@ def test_the_versions_of_a_run_are_shown_where_they_are_recorded(run: Path) -> N
         (lambda path: path.touch(), "config.json is empty"),
         (lambda path: path.write_text("[]"), "config.json is not a JSON object"),
         (lambda path: path.write_bytes(b"\xff"), "config.json is not JSON: 'utf-8' codec"),
-        (lambda path: path.mkdir(), "[Errno 21] Is a directory"),
+        (lambda path: path.mkdir(), "config.json is no regular file"),
     ],
     ids=["empty", "a list", "no text", "a folder"],
 )
