@@ -9,4 +9,5 @@ if __name__ == "__main__":  # a checkout that is not installed
 from elastic_ring.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["tune", *sys.argv[1:]]))
+    sys.argv.insert(1, "tune")
+    sys.exit(main())

@@ -17,6 +17,7 @@ from typing import Any, TextIO, cast
 
 from elastic_ring.errors import TermLost
 from elastic_ring.files import denied, printable
+from elastic_ring.runtime.driver.stops import heeding
 
 # (module and, other than `main`, its function; what it does) by command
 COMMANDS = {
@@ -86,9 +87,16 @@ def coloured() -> Iterator[None]:
         yield
 
 
+def exit_at_signals() -> None:
+    """While there is nothing to clear: an import, and Ray's own handlers at the end, would print a traceback."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: os._exit(128 + number))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status, 2 for a command that does not exist, 1 where nobody reads on."""
     if argv is None:  # the process is this command's: a call to a Ray that it has left starts no other one
+        exit_at_signals()
         from elastic_ring.config import environment
 
         environment().setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
@@ -97,10 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             with plain_terminal():
                 return _run(argv)
         finally:
-            if argv is None:  # the interpreter exits: Ray's own handlers print a traceback at a signal
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(number, lambda number, _: os._exit(128 + number))
+            if argv is None:
+                exit_at_signals()
             sys.stdout.flush()  # what is left fails here, not when the interpreter exits
+    except KeyboardInterrupt as error:
+        return refused(f"elastic-ring {sys.argv[1] if argv is None else argv[0]}", error)
     except PermissionError as error:
         if error.filename is None:
             raise
@@ -146,7 +155,9 @@ def _run(argv: Sequence[str] | None) -> int:
         return 2
     try:
         module, _, function = COMMANDS[command][0].partition(":")
-        status: int = getattr(importlib.import_module(module), function or "main")(rest)
+        command_main = getattr(importlib.import_module(module), function or "main")
+        with heeding():
+            status: int = command_main(rest)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:

@@ -26,6 +26,7 @@ def doctor(argv: Sequence[str] | None = None) -> int:
     use, and clusters with a live run, get no load. Exits 0, 1 when something will fail, 2 for a wrong setting.
     """
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("elastic_ring.runtime.driver.ray_session").setLevel(logging.INFO)  # which Ray it looks at
     own = argparse.ArgumentParser(
         prog="elastic-ring doctor",
         description=cleandoc(doctor.__doc__ or ""),
@@ -83,7 +84,7 @@ def scale(arguments: Sequence[str] | None = None) -> int:
 
     try:
         attach.scale(options.run, options.max_dp, options.spares)
-    except (ValueError, ElasticRingError, ConnectionError) as error:
+    except (ValueError, ElasticRingError) as error:
         return refused("elastic-ring scale", error)
     return 0
 
@@ -103,7 +104,7 @@ def drain(arguments: Sequence[str] | None = None) -> int:
 
     try:
         remaining = cluster.drain(options.node_id, options.deadline_s)
-    except (ElasticRingError, ConnectionError, ValueError) as error:
+    except (ValueError, ElasticRingError) as error:
         return refused("elastic-ring drain", error)
     if remaining:
         print(f"elastic-ring drain: still here after {options.deadline_s:g} s: {', '.join(remaining)}", file=sys.stderr)

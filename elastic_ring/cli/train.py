@@ -302,12 +302,11 @@ def _pattern(text: str | None, model: ModelConfig, step: StepConfig) -> LayerPat
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from elastic_ring.runtime.driver.stops import EARLY, heeding
+    from elastic_ring.runtime.driver.stops import EARLY
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        with heeding():
-            return _plan_or_train(parse(sys.argv[1:] if argv is None else argv))
+        return _plan_or_train(parse(sys.argv[1:] if argv is None else argv))
     except (ValueError, ElasticRingError, KeyboardInterrupt) as error:
         return refused("elastic-ring train", error, EARLY)
 
@@ -390,9 +389,10 @@ def _train_beside_ray(settings: TrainSettings) -> int:
             building.set_exception(error)
 
     threading.Thread(target=build_model, name="model", daemon=True).start()
-    from elastic_ring.runtime.driver.ray_session import is_local, ray_session
+    from elastic_ring.runtime.driver import access
+    from elastic_ring.runtime.driver.ray_session import ray_session
 
-    if not is_local():  # nothing to start: a wrong model is refused before a cluster is asked
+    if access.find(starts=True):  # nothing to start: a wrong model is refused before a cluster is asked
         building.result()
     with ray_session(settings.scaling, settings.run.timeouts.lease_s):
         return _train(settings, build(settings, building.result()))

@@ -59,7 +59,7 @@ def parse_search(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
     parser.add_argument(
         "--on-mesh", action="store_true", help="each trial is a run on --dp x --cp, in place of one process"
     )
-    parser.add_argument("--address", default="local", help="of Ray: local starts one, auto attaches (local)")
+    parser.add_argument("--address", default="", help="of Ray, in place of RAY_ADDRESS; local starts one")
     options, rest = parser.parse_known_args(arguments)
     settings = parse(rest)
     _refuse_left_out(settings, rest)

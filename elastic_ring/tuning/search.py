@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import ray
 from ray import tune as ray_tune
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import ConcurrencyLimiter
@@ -31,7 +30,7 @@ from ray.tune.search.optuna import OptunaSearch
 
 from elastic_ring.config import environment
 from elastic_ring.files import plain_json, read_small, replace_file
-from elastic_ring.runtime.driver import access
+from elastic_ring.runtime.driver.ray_session import cluster
 from elastic_ring.runtime.identity import Identity
 from elastic_ring.trainer import ElasticRingTrainer
 from elastic_ring.tuning.report import (
@@ -310,13 +309,11 @@ def run(options: Namespace, train_arguments: Sequence[str], trainer: ElasticRing
     if options.on_mesh:
         settings["--on-mesh"] = True
     store_settings(options.out, settings, Identity(trainer.measured_on))
-    if options.address == "local":
-        access.start(logging_level="ERROR", include_dashboard=False)
-    else:
-        access.connect(options.address, logging_level="ERROR")
-    access.warn_if_open(ray.get_runtime_context().gcs_address)
+    if options.address:
+        environment()["RAY_ADDRESS"] = options.address
     limits = (options.trials, options.concurrent, options.cpus_per_trial, options.on_mesh)
-    table, pattern = Search(trainer, options.out, points, *limits).run()
+    with cluster(None):
+        table, pattern = Search(trainer, options.out, points, *limits).run()
     print(table)
     validates = [] if step.validates else ["--val-every", str(step.steps)]
     name = [] if is_named else ["--run-name", run_name_of(options.out)]

@@ -37,7 +37,7 @@ from elastic_ring.control.state import State
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.runtime.agent.stamp_dir import stamp_folder
 from elastic_ring.runtime.coordinator.inbox import Happened, Put, WorkerFound
-from elastic_ring.runtime.driver.cluster import Cluster, leave_node, watch_ref
+from elastic_ring.runtime.driver.cluster import Cluster, leave_node, watch_ref, why_not_begun
 from elastic_ring.runtime.groups.transport import RendezvousStore, StoreAddress, common_host
 from elastic_ring.runtime.worker.actor import CONTROL
 from elastic_ring.runtime.worker.coordinator_client import CommandDetails, WorkerDescription
@@ -195,12 +195,9 @@ class Dispatcher:
 
     def _started(self, worker: str, started: WorkerDescription | None, error: BaseException | None) -> None:
         if error is not None or started is None:
-            # An error of the worker's own process would come again.
-            is_own = isinstance(error, RayTaskError) or (
-                isinstance(error, ActorDiedError) and "creation task" in str(error)
-            )
-            reason = "start-failed" if is_own else "died"
-            self._put(Happened(WorkerLost(self._cause(), worker, reason, f"{error}")))
+            why = why_not_begun(error)  # an error of the worker's own process would come again
+            reason = "start-failed" if why or isinstance(error, RayTaskError) else "died"
+            self._put(Happened(WorkerLost(self._cause(), worker, reason, why or f"{error}")))
             return
         if started["fingerprint"] != self._fingerprint:
             detail = (

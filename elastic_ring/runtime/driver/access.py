@@ -39,33 +39,42 @@ WORKER_DIED = "^A worker died or was killed while executing a task by an unexpec
 the cause."""
 NAMESPACE = "elastic_ring"
 """Of Ray, in which a run's actors have their names."""
+FINDS = ("", "auto", "local")
+"""Values of RAY_ADDRESS that name no cluster."""
+CHOICE = "a cluster's HOST:PORT, or for a Ray of your own to local"
 ANSWER_S = 2.0
 MAX_ADDRESS_CHARS = 512
 
 
-def connect(address: str = "auto", **how: Any) -> None:
-    """Join the cluster at `address`; `auto`: the one that RAY_ADDRESS names or, without it, one that this user or root
-    runs on this machine. `how`: as `ray.init` takes it.
+def find(*, starts: bool = False) -> str:
+    """The address of the cluster to join, by the one rule of all commands: that of RAY_ADDRESS; without it, one that
+    `ray start` of this user or root began on this machine. Empty where a caller that `starts` one shall do so.
 
-    Raises ConnectionError where none is, and where it refuses this process.
+    A caller that does not, or `auto`, also finds a Ray that another command started for itself. Raises ValueError where
+    there is none or a choice.
     """
-    if address == "auto":
-        address = environment().get("RAY_ADDRESS") or "auto"
-    is_found = address in ("auto", "local")
-    if is_found:
-        address = local_head() or ""
-        if not address:
-            match sorted(_heads_of_raylets()):
-                case [head]:
-                    address = head
-                case []:
-                    raise ConnectionError("no Ray cluster of this user or root runs on this machine: set RAY_ADDRESS")
-                case heads:
-                    raise ConnectionError(f"Ray clusters of {', '.join(heads)} run on this machine: set RAY_ADDRESS")
+    address = environment().get("RAY_ADDRESS", "")
+    if address not in FINDS or (address == "local" and starts):
+        return "" if address == "local" else address
+    is_optional = starts and not address
+    heads = [head] if (head := local_head()) else sorted(_heads_of_raylets(begun=is_optional))
+    if len(heads) > 1:
+        raise ValueError(f"RAY_ADDRESS: Ray clusters of {', '.join(heads)} run on this machine: set it to {CHOICE}")
+    if not heads and not is_optional:
+        raise ValueError(f"RAY_ADDRESS: no Ray cluster of this user or root runs on this machine: set it to {CHOICE}")
+    return "".join(heads)
+
+
+def connect(address: str = "", **how: Any) -> None:
+    """Join the cluster at `address`, by default the one that is found. `how`: as `ray.init` takes it.
+
+    Raises ValueError where none is, and where it refuses this process.
+    """
+    address = address or find()
     try:
         # As Ray does for one that it finds by itself.
         if (
-            is_found
+            environment().get("RAY_ADDRESS", "") in FINDS
             and MODE not in environment()
             and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
         ):
@@ -78,9 +87,9 @@ def connect(address: str = "auto", **how: Any) -> None:
         _init(address, **how)
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         reason = str(error).partition(". ")[0]
-        raise ConnectionError(
-            f"{address}: no Ray cluster lets this process in ({reason}); one that asks for a token wants "
-            "RAY_AUTH_MODE=token here, and its token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+        raise ValueError(
+            f"RAY_ADDRESS: {address}: no Ray cluster lets this process in ({reason}); one that asks for a token wants "
+            f"RAY_AUTH_MODE=token here, and its token in ~/.ray/auth_token or RAY_AUTH_TOKEN; or set it to {CHOICE}"
         ) from error
 
 
@@ -152,14 +161,27 @@ def ended_part(parts: Mapping[str, psutil.Process]) -> str:
     return next((name for name, process in parts.items() if not is_there(process)), "")
 
 
-def _heads_of_raylets() -> set[str]:
-    """The clusters of this user's and root's Rays on this machine: `ray.init()` leaves no file."""
+def _heads_of_raylets(*, begun: bool) -> set[str]:
+    """The clusters of this user's and root's Rays on this machine, of those `begun` by `ray start` or of all: with
+    `--temp-dir` they leave no file where it is looked for, and `ray.init()` leaves none."""
     heads = set()
-    for process in psutil.process_iter(["cmdline", "uids"]):
+    for process in psutil.process_iter(["cmdline", "uids", "ppid"]):
         words, users = process.info["cmdline"], process.info["uids"]
         if words and users and users.effective in (os.geteuid(), 0) and Path(words[0]).name == "raylet":
+            if begun and _is_embedded(words, process.info["ppid"]):
+                continue
             heads |= {word.partition("=")[2] for word in words if word.startswith("--gcs-address=")}
     return heads - {""}
+
+
+def _is_embedded(words: list[str], parent: int) -> bool:
+    """Whether a raylet ends with the process that started it, whose number is in the session's name."""
+    starter = re.search(r"/session_[\d_-]+_(\d+)/", " ".join(words))
+    if starter is None or int(starter[1]) != parent:
+        return False
+    with suppress(psutil.Error):
+        return not re.search(r"\bray(\.scripts\.scripts)? start ", " ".join(psutil.Process(parent).cmdline()))
+    return True
 
 
 def use(variables: Mapping[str, str | None]) -> None:

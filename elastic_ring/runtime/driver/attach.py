@@ -21,7 +21,7 @@ from elastic_ring.monitor.metrics import JOURNAL_NAME, SUMMARY_NAME, changed_sta
 from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.coordinator.inbox import End
 from elastic_ring.runtime.driver import access
-from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name
+from elastic_ring.runtime.driver.cluster import NAMESPACE, actor_name, why_not_begun
 from elastic_ring.runtime.driver.submission_rules import Coordinator
 
 ASK_AGAIN_S = 0.2
@@ -39,11 +39,13 @@ def find(run: str) -> Any | None:
         return None
 
 
-def ask(coordinator: Any, run: RunConfig, patience_s: float | None = None) -> Coordinator | None:
+def ask(
+    coordinator: Any, run: RunConfig, patience_s: float | None = None, *, starts: bool = False
+) -> Coordinator | None:
     """The coordinator's answer; None when it is gone for good.
 
     Asks again for `patience_s`, by default `lease_s`: Ray restarts a coordinator that was killed. Raises
-    CoordinatorLost after that.
+    CoordinatorLost after that, and RunFailed for one that `starts` and whose process cannot begin.
     """
     patience_s = run.timeouts.lease_s if patience_s is None else patience_s
     deadline = time.monotonic() + patience_s
@@ -51,7 +53,9 @@ def ask(coordinator: Any, run: RunConfig, patience_s: float | None = None) -> Co
         try:
             answer: Coordinator = ray.get(coordinator.identity.remote(), timeout=run.timeouts.hello_s)
             return answer
-        except ActorDiedError:
+        except ActorDiedError as error:
+            if starts and (reason := why_not_begun(error)):
+                raise RunFailed(f"the coordinator of run {run.name} cannot begin: {reason}", run=run.name) from None
             return None
         except (GetTimeoutError, ActorUnavailableError) as error:
             if time.monotonic() > deadline:
@@ -68,7 +72,8 @@ def attempt_of(coordinator: Any, run: RunConfig, *, starts: bool = False) -> str
     With `starts` it may take as long as a worker's process (`start_s`): Ray starts actors slowly on a busy machine.
     """
     timeouts = run.timeouts
-    answer = ask(coordinator, run, max(timeouts.lease_s, timeouts.start_s) if starts else timeouts.lease_s)
+    patience_s = max(timeouts.lease_s, timeouts.start_s) if starts else timeouts.lease_s
+    answer = ask(coordinator, run, patience_s, starts=starts)
     return "" if answer is None else answer.attempt
 
 
@@ -130,8 +135,7 @@ def remove(coordinator: Any, run: RunConfig) -> bool:
 def scale(run: str, max_dp: int | None, spares: int | None) -> None:
     """Change a run's most rings and its spares; None leaves a number as it is.
 
-    Raises: RunFailed without such a run; ValueError for impossible numbers; ConnectionError without a cluster that lets
-    this process in.
+    Raises: RunFailed without such a run; ValueError for impossible numbers, and where no cluster lets this process in.
     """
     if not ray.is_initialized():
         access.connect(namespace=NAMESPACE, logging_level="ERROR")

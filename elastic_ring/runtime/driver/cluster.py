@@ -19,13 +19,14 @@ from typing import Any
 import ray
 from ray._private.state import state as gcs_state
 from ray.core.generated import autoscaler_pb2
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.util import list_named_actors, placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup, get_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from elastic_ring.config import RunConfig, ScalingConfig, environment
 from elastic_ring.errors import PeerFailed, RunFailed
+from elastic_ring.files import printable
 from elastic_ring.runtime.agent.agent import AgentSpec, NodeAgent
 from elastic_ring.runtime.driver import access
 from elastic_ring.runtime.groups import nccl
@@ -266,6 +267,15 @@ def watch_ref(ref: Any, done: Callable[[Any, BaseException | None], None]) -> No
     ref.future().add_done_callback(finished)
 
 
+def why_not_begun(error: BaseException | None) -> str:
+    """The last line, and the host, of an actor whose creation failed, in which case the next one would, too; empty for
+    another error."""
+    if not isinstance(error, ActorDiedError) or "creation task" not in (text := printable(str(error))):
+        return ""
+    host = re.search(r"ip=([^,)]+)", text)
+    return f"on {host[1] if host else 'its node'}: {text.strip().splitlines()[-1]}"
+
+
 def clear(run: str, *, keep: str, timeout_s: float) -> list[str]:
     """Kill every actor and remove every placement group of a run except the actor `keep`.
 
@@ -332,9 +342,9 @@ def drain(node: str | None, deadline_s: float) -> list[str]:
     """Tell Ray that a node leaves and wait until no run has a worker there, as before a machine goes. Names of the
     workers that are still on the node at the deadline; none if all have left before it.
 
-    `node`: Ray's id of it in hexadecimal; None for the one that this process is on. Raises: ValueError for the head and
-    for a node that Ray does not list, dead or alive; RunFailed when Ray refuses; ConnectionError without a cluster that
-    lets this process in.
+    `node`: Ray's id of it in hexadecimal; None for the one that this process is on. Raises: ValueError for the head,
+    for a node that Ray does not list, dead or alive, and where no cluster lets this process in; RunFailed when Ray
+    refuses.
     """
     access.connect(namespace=NAMESPACE, logging_level="ERROR")
     try:

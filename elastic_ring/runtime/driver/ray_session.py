@@ -43,9 +43,9 @@ def ray_session(scaling: ScalingConfig, lease_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
-    """Attach to an existing cluster (RAY_ADDRESS, or one that `ray start` of this user or root began here), else run a
-    local one within, which counts `num_cpus` CPUs. The head of an existing one may be away for `lease_s`.
+def cluster(num_cpus: int | None, lease_s: float = 0.0) -> Iterator[None]:
+    """Attach to an existing cluster (`access.find`), else run a local one within, which counts `num_cpus` CPUs (None:
+    this host's). The head of an existing one may be away for `lease_s`.
 
     Raises: ValueError when RAY_ADDRESS does not answer, and where this host lacks what a local one needs;
     RunFailed where a local one does not start.
@@ -67,24 +67,17 @@ def cluster(num_cpus: int, lease_s: float = 0.0) -> Iterator[None]:
             leave_ray()
 
 
-def _join(num_cpus: int, lease_s: float) -> None:
-    if is_local():
+def _join(num_cpus: int | None, lease_s: float) -> None:
+    if not (address := access.find(starts=True)):
         check_host(environment())
         # Its monitor takes the coordinator first: it is the last resort behind the guard of the node's agent.
         environment().setdefault(RAY_THRESHOLD_VARIABLE, "0.98")
         _start_local(num_cpus)
+        log.info("started a Ray of this machine, which ends with this command")
         return
     outlast_head(lease_s)
-    try:
-        access.connect(namespace=NAMESPACE)
-    except ConnectionError as error:
-        whence = "RAY_ADDRESS" if environment().get("RAY_ADDRESS") else "a Ray that was begun on this machine"
-        raise ValueError(f"{whence}: {error}; RAY_ADDRESS=local starts a Ray of your own") from error
-
-
-def is_local() -> bool:
-    """Whether `cluster` starts a Ray of its own."""
-    return (environment().get("RAY_ADDRESS") or access.local_head() or "local") == "local"
+    access.connect(address, namespace=NAMESPACE, logging_level=logging.WARNING)
+    log.info("joined the Ray at %s", address)
 
 
 def gpu_of_run(scaling: ScalingConfig) -> str | None:
@@ -104,7 +97,7 @@ def gpu_of_run(scaling: ScalingConfig) -> str | None:
     return min((kind for kind in types.values() if kind), key=lambda kind: GPUS[kind].gib)
 
 
-def _start_local(num_cpus: int) -> None:
+def _start_local(num_cpus: int | None) -> None:
     try:
         access.start(num_cpus=num_cpus, namespace=NAMESPACE, include_dashboard=False, logging_level=logging.WARNING)
     except ray.exceptions.AuthenticationError as error:
@@ -148,12 +141,15 @@ def leave_ray() -> None:
     end of the process."""
     shutdown = threading.Thread(target=ray.shutdown, name="leave-ray", daemon=True)
     shutdown.start()
-    shutdown.join(LEAVE_S)
-    if shutdown.is_alive():
-        log.warning(
-            "Ray has not let this command go within %g s, so it goes by itself: part of that Ray is gone", LEAVE_S
-        )
-        atexit.unregister(ray.shutdown)
+    try:
+        shutdown.join(LEAVE_S)
+        if shutdown.is_alive():
+            log.warning(
+                "Ray has not let this command go within %g s, so it goes by itself: part of that Ray is gone", LEAVE_S
+            )
+    finally:
+        if shutdown.is_alive():
+            atexit.unregister(ray.shutdown)
 
 
 @contextmanager

@@ -114,7 +114,9 @@ def _cleared(run: RunConfig, attempt: str, followed: list[Any], head_gone: threa
         return "stopped; the run has no coordinator, so nothing is left to clear"
     if not ray.is_initialized():  # left meanwhile: a call would start another one
         return NOBODY_CLEARS
-    if not (followed or attach.attempt_of(coordinator, run) == attempt):
+    if not (owner := attempt if followed else attach.attempt_of(coordinator, run)):
+        return "stopped; the run's coordinator has not begun, so nothing is left to clear"
+    if owner != attempt:
         return f"stopped; the run {run.name} is another submission's, and goes on"
     (coordinator.stop if saves else coordinator.abandon).remote(STOPPED_BY_USER)
     save_s = run.timeouts.stop_save_s if saves else 0.0

@@ -5,12 +5,17 @@ Asked by every door: the trainer, ZeRO-3, the drills. Nothing that needs a Ray c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import pickletools
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import ray
 from ray import cloudpickle
 
 from elastic_ring.attention.kernels.registry import covering
@@ -44,6 +49,10 @@ from elastic_ring.train.startup.check import check_pattern
 from elastic_ring.train.startup.layouts import AUTO, Layouts, check_layers, check_rows
 from elastic_ring.train.task import TrainingTask, check_parts, check_vocabulary, parts_of
 from elastic_ring.train.wrap import check_buildable, check_linears, check_own_optimizer
+
+FIND = """import sys, importlib.util as util; sys.path.append(sys.argv[1])
+print(*(name for name in sys.argv[2:] if util.find_spec(name) is None))"""
+FIND_S = 60.0
 
 
 def build_task(
@@ -123,12 +132,30 @@ def check_task(task: TrainingTask, cp: int, device: str) -> None:
         check_pattern(task, cp, layouts)
     check_rows(task)
     try:
-        cloudpickle.dumps(task)
+        texts = {text for _, text, _ in pickletools.genops(cloudpickle.dumps(task)) if isinstance(text, str)}
     except Exception as error:
         raise ValueError(
             f"the model, loss, optimizer, data or initial cannot be sent to workers ({type(error).__name__}: {error}): "
             "give functions and classes of a module, or plain objects, without open files, locks or threads in them"
         ) from error
+    if not ray.is_initialized():  # which may have been given an environment with more
+        check_importable(texts & sys.modules.keys())
+
+
+def check_importable(modules: Iterable[str]) -> None:
+    """Raises ValueError for one of the loaded `modules` that another Python in this folder does not find, as workers
+    would not. Ray gives them the folder of the driver's script and its working directory."""
+    importable = {"__main__", "torch", __name__.partition(".")[0], *sys.stdlib_module_names}
+    importable |= cloudpickle.list_registry_pickle_by_value()
+    files = {name: getattr(sys.modules[name], "__file__", None) for name in modules if name not in importable}
+    names = sorted({name.partition(".")[0] for name, file in files.items() if file} - importable)
+    folder = os.path.dirname(os.path.realpath(sys.argv[0]))
+    words = [sys.executable, "-c", FIND, folder if folder in sys.path else "", *names]
+    for name in subprocess.run(words, capture_output=True, text=True, timeout=FIND_S).stdout.split() if names else ():
+        raise ValueError(
+            f"module {name!r} ({getattr(sys.modules[name], '__file__', '')}): workers could not import it: install it, "
+            "start in its folder, or put that on PYTHONPATH"
+        )
 
 
 def check_shadows(folder: Path, modules: Mapping[str, ModuleType]) -> None:

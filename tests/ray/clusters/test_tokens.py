@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,31 @@ def test_an_open_cluster_of_two_hosts_is_switched_to_one_token_and_its_run_goes_
     assert int(resumed) >= 20, "the newest checkpoint before the switch is taken"
     assert [line["step"] for line in read_metrics(run)] == list(range(NUM_STEPS))
     assert "bit-exact" in said
+
+
+JOINED = """
+mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray
+echo 127.0.0.1:1 > /tmp/ray/ray_current_cluster  # of a cluster that was killed
+{python} -m ray.scripts.scripts start --head --num-cpus=2 --port={port} --temp-dir={folder} --include-dashboard=false
+{python} -m elastic_ring drain --node-id 00 || echo "drain: $?"
+{python} -m elastic_ring train --run-dir run --dp 1 --cp 1 --spares 0 --context 64 --faults none --steps 3
+{python} -m ray.scripts.scripts stop --force
+"""
+
+
+@pytest.mark.slow
+def test_a_cluster_that_ray_start_began_in_another_folder_is_joined_by_every_command(tmp_path):
+    """In namespaces of its own, where no other Ray runs; with what Ray remembers of a cluster that is gone."""
+    if subprocess.run([*OWN[:-2], "true"], check=False).returncode:
+        pytest.skip("this user may not make namespaces")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(tmp_path)}
+    address = f"{resolve_ip_for_localhost('127.0.0.1')}:{PORT}"
+    with tempfile.TemporaryDirectory() as folder:  # with a short name, as Ray's sockets want it
+        script = JOINED.format(python=sys.executable, port=PORT, folder=folder)
+        done = ran(*OWN, script, cwd=tmp_path, env=environment)
+    text = done.stdout + done.stderr
+    assert "Ray lists no such node" in text
+    assert "drain: 2" in text
+    assert f"joined the Ray at {address}" in text
+    assert "3 steps, loss " in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -129,6 +130,22 @@ def test_workers_that_all_fail_to_start_end_the_run_with_their_own_error(local_r
     with pytest.raises(RunFailed, match=r"no worker starts(.|\n)*No module named 'mine'"):
         trainer(tmp_path, "nowhere-else", model=OnlyHere(), initial=None).fit()
     assert left_behind("nowhere-else") == []
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_cannot_begin_says_why_at_the_first_try(local_ray, tmp_path, monkeypatch):
+    """Ray runs already, perhaps with an environment of its own: what workers can import shows there."""
+    (tmp_path / "er_nowhere.py").write_text("def loss(model, batch):\n    raise AssertionError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    loss = importlib.import_module("er_nowhere").loss
+    begun = time.monotonic()
+    told = (
+        r"^the coordinator of run nowhere cannot begin: on [\d.]+: ModuleNotFoundError: No module named 'er_nowhere'$"
+    )
+    with pytest.raises(RunFailed, match=told):
+        trainer(tmp_path, "nowhere", loss=loss).fit()
+    assert time.monotonic() - begun < 20.0
+    assert left_behind("nowhere") == []
 
 
 def test_a_folder_that_another_cluster_writes_to_is_refused(local_ray, tmp_path):

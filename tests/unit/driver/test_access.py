@@ -80,9 +80,7 @@ def test_a_cluster_that_asks_for_a_token_is_told_in_a_line_at_once(store, monkey
             if mode == "disabled":
                 access.connect(address)
                 continue
-            with pytest.raises(
-                ConnectionError, match=f"lets this process in .it asks for {which} token.; one that asks"
-            ):
+            with pytest.raises(ValueError, match=f"lets this process in .it asks for {which} token.; one that asks"):
                 access.connect(address)
     with using({access.MODE: "token", access.TOKEN: OWN}):
         access.connect(address)
@@ -131,25 +129,66 @@ def test_a_ray_without_a_file_is_found_by_its_raylet_if_it_is_this_users(monkeyp
     own, theirs = "10.9.8.7:1", "10.9.8.7:2"
     wait = "import os, sys; {}; print(flush=True); sys.stdin.read()"
     with raylet(own, wait.format("pass")), raylet(theirs, wait.format("os.getuid() or os.setuid(65534)")):
-        found = access._heads_of_raylets()
+        found = access._heads_of_raylets(begun=True)
         assert own in found
         assert (theirs in found) == (os.geteuid() != 0)
         with seen_by_another(monkeypatch):
-            assert (own in access._heads_of_raylets()) == (os.getuid() == 0)
+            assert (own in access._heads_of_raylets(begun=True)) == (os.getuid() == 0)
+
+
+def test_the_ray_that_another_command_started_for_itself_is_joined_only_by_commands_that_start_none(monkeypatch):
+    wait, session = (
+        "print(flush=True); import sys; sys.stdin.read()",
+        "/tmp/ray/session_2026-01-01_00-00-00_000001_{}/a",
+    )
+    monkeypatch.setattr(access, "local_head", lambda: None)
+    with (
+        raylet("10.9.8.7:1", wait, session.format(os.getpid())),
+        raylet("10.9.8.7:2", wait, session.format(os.getpid() + 1)),
+    ):
+        assert access._heads_of_raylets(begun=True) & {"10.9.8.7:1", "10.9.8.7:2"} == {"10.9.8.7:2"}
+        assert access._heads_of_raylets(begun=False) >= {"10.9.8.7:1", "10.9.8.7:2"}
+
+
+def test_one_rule_says_which_cluster_every_command_joins(monkeypatch):
+    monkeypatch.setattr(access, "local_head", lambda: None)
+    begun, embedded = {"begun:1"}, {"begun:1", "embedded:1"}
+    for address, heads, starting, other in (
+        ("", (begun, embedded), "begun:1", None),
+        ("", (set(), {"embedded:1"}), "", "embedded:1"),
+        ("local", (begun, begun), "", "begun:1"),
+        ("auto", (set(), {"embedded:1"}), "embedded:1", "embedded:1"),
+        ("far:1", (begun, begun), "far:1", "far:1"),
+    ):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        monkeypatch.setattr(access, "_heads_of_raylets", lambda begun, heads=heads: heads[0 if begun else 1])
+        assert access.find(starts=True) == starting
+        if other is None:
+            with pytest.raises(ValueError, match=r"RAY_ADDRESS: .* set it to"):
+                access.find()
+        else:
+            assert access.find() == other
+    monkeypatch.setattr(access, "local_head", lambda: "file:1")
+    assert access.find(starts=True) == "far:1"
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert access.find(starts=True) == access.find() == "file:1"
 
 
 def test_of_several_clusters_on_this_machine_none_is_taken_by_chance(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(access, "local_head", lambda: None)
-    for heads, told in (({"b:2", "a:1"}, "a:1, b:2 run on this machine: set RAY_ADDRESS"), (set(), "no Ray cluster")):
-        monkeypatch.setattr(access, "_heads_of_raylets", lambda heads=heads: heads)
-        with pytest.raises(ConnectionError, match=told):
+    for heads, told in (
+        ({"b:2", "a:1"}, "RAY_ADDRESS: Ray clusters of a:1, b:2 run on this machine"),
+        (set(), "no Ray cluster"),
+    ):
+        monkeypatch.setattr(access, "_heads_of_raylets", lambda begun, heads=heads: heads)
+        with pytest.raises(ValueError, match=told):
             access.connect()
 
 
 @contextmanager
-def raylet(address: str, code: str) -> Iterator[None]:
-    words = ["raylet", "-c", code, f"--gcs-address={address}"]
+def raylet(address: str, code: str, *more: str) -> Iterator[None]:
+    words = ["raylet", "-c", code, f"--gcs-address={address}", *more]
     with subprocess.Popen(words, executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -168,8 +207,8 @@ def test_a_command_without_the_token_says_what_is_wanted(command, tmp_path):
     ended = subprocess.run(
         [sys.executable, "-m", "elastic_ring", *command], env=env, capture_output=True, text=True, timeout=120
     )
-    assert ended.returncode == 1
-    start = f"elastic-ring {command[0]}: ConnectionError: 127.0.0.1:1: no Ray cluster lets this process in ("
+    assert ended.returncode == 2
+    start = f"elastic-ring {command[0]}: RAY_ADDRESS: 127.0.0.1:1: no Ray cluster lets this process in ("
     assert start in ended.stderr
     assert "wants RAY_AUTH_MODE=token here, and its token in ~/.ray/auth_token or RAY_AUTH_TOKEN" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -178,7 +217,7 @@ def test_a_command_without_the_token_says_what_is_wanted(command, tmp_path):
 def test_where_a_cluster_refuses_the_way_out_is_a_ray_of_ones_own(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     wrong = {access.MODE: "token", access.TOKEN: "", access.TOKEN_FILE: str(tmp_path / "none")}
-    with using(wrong), pytest.raises(ValueError, match="RAY_ADDRESS=local starts a Ray of your own"):
+    with using(wrong), pytest.raises(ValueError, match="for a Ray of your own to local"):
         ray_session.cluster(1).__enter__()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import subprocess
@@ -32,6 +33,7 @@ from elastic_ring.runtime import run_storage
 from elastic_ring.runtime.driver import ray_session, session, submission
 from elastic_ring.runtime.driver.submission import Submission
 from elastic_ring.runtime.driver.submission_rules import Coordinator
+from elastic_ring.runtime.driver.task_checks import check_task
 from elastic_ring.runtime.identity import describe
 from elastic_ring.runtime.run_storage import check_writable
 from elastic_ring.runtime.worker import env_fingerprint
@@ -316,3 +318,19 @@ def test_a_restored_trainer_goes_on_in_its_run_or_begins_at_exactly_the_checkpoi
     assert (run.storage_uri, run.resume) == ("s3://bucket/runs/mine", named), "another lineage may have the step, too"
     run = restore(named, run_config=RunConfig("other")).run_config
     assert (run.name, run.resume) == ("other", named)
+
+
+def test_a_module_that_workers_would_not_find_is_refused_by_name_before_ray_starts(tmp_path, monkeypatch):
+    """`sys.path` of the driver is its own: workers have the folder of its script, and its working directory."""
+    (tmp_path / "er_elsewhere.py").write_text("def loss(model, batch):\n    return model(batch)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    elsewhere = importlib.import_module("er_elsewhere")
+    notebook: dict[str, Any] = {"__name__": "__main__"}
+    exec("import er_elsewhere\ndef loss(model, batch):\n    return er_elsewhere.loss(model, batch)\n", notebook)
+    told = r"module 'er_elsewhere' \(.*er_elsewhere\.py\): workers could not import it: .* PYTHONPATH"
+    for loss in (elsewhere.loss, notebook["loss"]):
+        task = replace(train.build(train.parse([])).task, loss=loss)
+        with pytest.raises(ValueError, match=told):
+            check_task(task, 1, "cpu")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "script.py")])
+    check_task(task, 1, "cpu")
