@@ -94,6 +94,11 @@ class RingAttention(RecomputableRing):
         out: torch.Tensor = _RingFunction.apply(q, k, v, sinks, up, self, scale)
         return out
 
+    def document_positions(self, positions: torch.Tensor) -> torch.Tensor:
+        """As `positions`, counted from the start of each token's document."""
+        starts = self.schedule.pattern.document_starts
+        return self.schedule.layout.document_positions(self.cp_rank, starts).to(positions.device).view_as(positions)
+
     def reset_calls(self, first_call_index: int = 0) -> None:
         """Number calls from `first_call_index` on; all ranks do so between the same calls (once a step)."""
         self._next_call_index = first_call_index

@@ -37,22 +37,28 @@ class BatchLike(Protocol):
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, *, softcap: float | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk_tokens: int,
+    *,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(sum of -log softmax(hidden @ weight.T)[target], number of targets), as 0-dim tensors.
+    """(sum of -log softmax(hidden @ weight.T + bias)[target], number of targets), as 0-dim tensors.
 
-    hidden (N, width), weight (vocab_size, width), targets int64 (N,), where -100 does not count. At most
-    `chunk_tokens` rows of logits exist at a time; backward recomputes them. Logits have the dtype of `hidden`;
-    softmax, sum and the weight's gradient are fp32 (fp64 for fp64 inputs). With `softcap` logits x become softcap *
-    tanh(x / softcap). On GPUs Liger's kernel takes its place where its own rows of logits need no more memory. Raises:
-    ValueError for chunk_tokens below 1.
+    hidden (N, width), weight (vocab_size, width), bias (vocab_size,), targets int64 (N,), where -100 does not count. At
+    most `chunk_tokens` rows of logits exist at a time; backward recomputes them. Logits have the dtype of `hidden`;
+    softmax, sum and the gradients of weight and bias are fp32 (fp64 for fp64 inputs). With `softcap` logits x become
+    softcap * tanh(x / softcap). On GPUs Liger's kernel takes its place where there is no bias and its own rows of
+    logits need no more memory. Raises: ValueError for chunk_tokens below 1.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}: must be at least 1")
-    if _is_for_liger(hidden, weight, chunk_tokens):
+    if bias is None and _is_for_liger(hidden, weight, chunk_tokens):
         loss_sum = liger.CrossEntropySum.apply(hidden, weight, targets, softcap)
     else:
-        loss_sum = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk_tokens, softcap)
+        loss_sum = _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, chunk_tokens, softcap)
     return loss_sum, (targets != IGNORE).sum()
 
 
@@ -88,7 +94,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, softcap: float | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        chunk_tokens: int,
+        softcap: float | None,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         lse = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
@@ -96,25 +108,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             counted = targets[rows] != IGNORE
-            logits = _capped((hidden[rows] @ weight.t()).to(wide), softcap)
+            logits = _capped(_logits(hidden[rows], weight, bias).to(wide), softcap)
             lse[rows] = logits.logsumexp(dim=-1)
             chosen = logits.gather(1, targets[rows].clamp_min(0).unsqueeze(1)).squeeze(1)
             loss_sum += torch.where(counted, lse[rows] - chosen, 0.0).sum()
-        ctx.save_for_backward(hidden, weight, targets, lse)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse)
         ctx.chunk_tokens, ctx.softcap = chunk_tokens, softcap
         return loss_sum
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, lse = ctx.saved_tensors
+        hidden, weight, bias, targets, lse = ctx.saved_tensors
         (grad,) = grads
         grad_hidden = torch.empty_like(hidden)
         is_trained = ctx.needs_input_grad[1]
         grad_weight = torch.zeros(weight.shape if is_trained else 0, dtype=lse.dtype, device=weight.device)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=lse.dtype)
         for start in range(0, hidden.shape[0], ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
             counted = targets[rows] != IGNORE
-            logits = _capped((hidden[rows] @ weight.t()).to(lse.dtype), ctx.softcap)
+            logits = _capped(_logits(hidden[rows], weight, bias).to(lse.dtype), ctx.softcap)
             slope = None if ctx.softcap is None else 1.0 - (logits / ctx.softcap).square()
             # d loss / d logits = softmax - one-hot, zero where there is no target.
             probabilities = logits.sub_(lse[rows].unsqueeze(1)).exp_()
@@ -126,7 +139,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_hidden[rows] = scaled @ weight
             if is_trained:
                 grad_weight += scaled.t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype) if is_trained else None, None, None, None
+            if grad_bias is not None:
+                grad_bias += scaled.sum(0, dtype=lse.dtype)
+        of_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype) if is_trained else None, of_bias, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    logits = hidden @ weight.t()
+    return logits if bias is None else logits + bias
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -76,7 +76,7 @@ class ModelParts:
     name -> text, are written into the run's folder. `check_data` raises ValueError for data of another tokenizer.
     `frozen` has the values of parameters that need no gradient. `flops` of one sequence, forward and backward, with
     dense causal attention: for the utilisation (MFU). `sizes`: for the plan of a rank and the forecast of a step; None
-    if unknown.
+    if unknown. `model`: the factory for these settings, where it is another.
     """
 
     loss: LossFunction = language_model_loss
@@ -88,6 +88,7 @@ class ModelParts:
     check_data: Callable[[SourceConfig], None] | None = None
     frozen: FrozenValues | None = None
     sizes: ModelSizes | None = None
+    model: Callable[[], nn.Module] | None = None
 
 
 def parts_of(model: Any, step: StepConfig) -> ModelParts:

@@ -20,8 +20,8 @@ from elastic_ring.files import check_model_links, plain_json, read_small
 from elastic_ring.forecast.sizing.step_time import Latent
 from elastic_ring.model.config import KNOWN_TYPES, ModelConfig, num_parameters
 
-ALL_WINDOWS, NO_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "qwen3_moe"}), frozenset({"qwen2_moe"})
-"""Types whose layers all have the window, or none whatever the config says; others go by `layer_types`."""
+ALL_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "qwen3_moe"})
+"""Types whose layers all have the window; others go by `layer_types`."""
 BLOCK_TOKENS = 128
 MAY_BE_0 = frozenset({"moe_layer_end_index", "qk_rope_head_dim", "shared_expert_intermediate_size", "v_head_dim"})
 
@@ -143,7 +143,7 @@ class FolderConfig(BaseModel):
             with_window = tuple(layer for layer, kind in enumerate(self.layer_types) if kind == "sliding_attention")
         else:
             with_window = tuple(layer for layer in layers if (layer + 1) % every)
-        if not with_window or self.model_type in NO_WINDOWS:
+        if not with_window:
             return None
         rule: Rule = Window(window)
         if settings.windows == "blocks":

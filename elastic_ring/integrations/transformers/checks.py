@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,18 @@ from elastic_ring.config import StepConfig
 from elastic_ring.data.tokenizer import FAST
 from elastic_ring.files import cut, plain_json, read_small
 from elastic_ring.integrations.transformers.module import TracedRing, class_of
-from elastic_ring.model.config import KNOWN_TYPES
 
 NUM_TRACED_TOKENS = 16
 OTHER_HEADS = ("classifier_", "summary_")
 """Settings that begin so belong to heads for other tasks."""
-ABSOLUTE = {
-    "beam": "scales queries by their position",
-    "ctrl": "adds a function of the position to each token",
-    "hunyuan_v1_dense": "norms queries and keys after their rotation",
-    "hunyuan_v1_moe": "norms queries and keys after their rotation",
-}
-"""Model types that see a token's absolute position in any context."""
+OTHER_PARTS = frozenset({"text_config", "vision_config", "audio_config", "audio_encoder_config", "audio_encoder"})
+"""Configs inside a config whose model has more than a decoder of text."""
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 4096),
     **dict.fromkeys(("hidden_size", "n_embd", "num_attention_heads", "n_head"), 2**20),
     "vocab_size": 2**26,
 }
 """Sizes that no decoder exceeds: building a model of a stranger's config must end."""
-NO_RESTART = "positions do not restart at packed documents"
 
 
 def read_object(path: Path, way_out: str) -> Any:
@@ -92,17 +85,17 @@ def check_config(config: Any) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     base, kind = class_of(config), f"model_type={config.model_type!r}"
+    if getattr(config, "is_encoder_decoder", False) or OTHER_PARTS & {*config.sub_configs}:
+        raise ValueError(f"{kind} has more than a decoder of text: give the config of its text model")
+    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"{kind} layer_types has {', '.join(sorted(unknown))}: rings have full and sliding attention")
     if not base._supports_attention_backend:
         raise ValueError(f"{kind} does not attend through transformers' AttentionInterface: choose a decoder that does")
-    if getattr(config, "is_encoder_decoder", False) or hasattr(config, "vision_config"):
-        raise ValueError(f"{kind} has more than a decoder of text: give the config of its text model")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{kind} is quantised (quantization_config): give weights in float32, bfloat16 or float16")
-    if config.model_type in ABSOLUTE:
-        raise ValueError(
-            f"{kind} {ABSOLUTE[config.model_type]}, and {NO_RESTART}: choose a decoder that sees only how far tokens "
-            "are apart"
-        )
+    if getattr(config, "index_topk", None):
+        raise ValueError(f"{kind} index_topk={config.index_topk}: an indexer chooses tokens, which rings do not have")
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError(f"{kind} use_bidirectional_attention=True: rings of a trainer are causal")
     for part in _rope_parts(config):
@@ -113,9 +106,6 @@ def check_config(config: Any) -> None:
             )
         if part.get("rope_type", "default") not in {"default", *ROPE_INIT_FUNCTIONS}:
             raise ValueError(f"{kind} rope_type={part['rope_type']!r}: this version of transformers does not know it")
-    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise ValueError(f"{kind} layer_types has {', '.join(sorted(unknown))}: rings have full and sliding attention")
 
 
 def _rope_parts(config: Any) -> Iterator[Any]:
@@ -124,16 +114,20 @@ def _rope_parts(config: Any) -> Iterator[Any]:
     yield from (rope, *(value for value in rope.values() if isinstance(value, Mapping)))
 
 
-def check_module(model: Any, config: Any, traced: TracedRing) -> None:
-    """Raises ValueError for a module whose pass of training rings do not compute."""
+def num_positions(model: Any, config: Any, traced: TracedRing) -> int:
+    """Rows of the table of positions that the module reads; 0 without one."""
+    tables = [
+        module.num_embeddings
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and id(module.weight) in traced.tables
+        if "position" in name or name.endswith("wpe")
+    ]
+    return min([*tables, int(config.max_position_embeddings)]) if tables else 0
+
+
+def check_dropout(config: Any, traced: TracedRing) -> None:
+    """Raises ValueError for dropout in a pass of training."""
     kind, dropout_rates = f"model_type={config.model_type!r}", traced.dropout_rates - {0.0}
-    for name, module in model.named_modules():
-        is_used = isinstance(module, nn.Embedding) and id(module.weight) in traced.tables
-        if is_used and ("position" in name or name.endswith("wpe")):
-            raise ValueError(
-                f"{kind} adds an embedding of positions ({name}), and {NO_RESTART}: choose a decoder that sees only "
-                "how far tokens are apart"
-            )
     if dropout_rates:
         settings = [
             f"{name}={value}"
@@ -142,39 +136,17 @@ def check_module(model: Any, config: Any, traced: TracedRing) -> None:
         ]
         named = ", ".join(settings) or f"dropout={max(dropout_rates)}"
         raise ValueError(f"{kind} {named}: rings train without dropout; set it to 0.0")
-    if config.model_type in KNOWN_TYPES and getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise ValueError(
-            f"{kind} use_bias=True: its head has a bias, which the loss in chunks of tokens leaves out; set it to "
-            "False, which changes the model, or choose another"
-        )
 
 
-def check_step(config: Any, windows: Sequence[int | None] | None, step: StepConfig) -> None:
-    """Raises ValueError for a context in which the config has scales or masks that rings do not compute. `windows` are
-    those of the trace; None: the run takes none of the config."""
+def check_step(config: Any, step: StepConfig) -> None:
+    """Raises ValueError for a context in which the config has scales that rings do not compute."""
     kind, context = f"model_type={config.model_type!r}", step.context_tokens
-    for part in _rope_parts(config):
-        beta, floor = part.get("llama_4_scaling_beta"), part.get("original_max_position_embeddings") or context
-        if beta and context > floor:
-            raise ValueError(
-                f"{kind} llama_4_scaling_beta={beta} scales queries from position original_max_position_embeddings="
-                f"{floor} on, and {NO_RESTART}: set context_tokens={context} to at most {floor}"
-            )
     scales, floor = getattr(config, "attn_temperature_tuning", False), getattr(config, "floor_scale", None)
     num_tokens = context * step.micro_batch  # Llama 4 counts positions from the start of a pass
     if scales and floor and num_tokens >= floor and not all(config.no_rope_layers):
         raise ValueError(
             f"{kind} attn_temperature_tuning={scales} scales queries of a pass of floor_scale={floor} tokens or more, "
-            f"and {NO_RESTART}: set context_tokens={context} x sequences_per_pass={step.micro_batch} to less"
-        )
-    pairs = [] if windows is None else zip(config_windows(config), windows, strict=True)
-    hidden = {layer: own for layer, (own, traced) in enumerate(pairs) if own and own < context and traced is None}
-    if hidden:
-        window = max(hidden.values())
-        raise ValueError(
-            f"{kind} sliding_window={window}: layers {', '.join(map(str, hidden))} have it in their mask alone, which "
-            f"rings do not read: set context_tokens={context} to at most {window}, or windows='dense' (--windows "
-            "dense), if you like with a pattern (--pattern)"
+            f"by their places in it: set context_tokens={context} x sequences_per_pass={step.micro_batch} to less"
         )
 
 
@@ -207,8 +179,8 @@ class _RecordCalls(TorchFunctionMode):
 
 
 def trace(model: Any, config: Any) -> tuple[tuple[int | None, ...], TracedRing]:
-    """(each layer's sliding window, as the layers give it to the attention, the trace) of a pass of training on the
-    meta device.
+    """(each layer's sliding window, as the layer gives it to the attention or as the config has it in its mask, the
+    trace) of a pass of training on the meta device.
 
     Raises ValueError for layers that do not attend through the interface, or ask for what a ring does not have.
     """
@@ -230,4 +202,13 @@ def trace(model: Any, config: Any) -> tuple[tuple[int | None, ...], TracedRing]:
             f"{kind}: layer {min(missing)} does not attend through transformers' AttentionInterface, so its tokens "
             "would see their own slice only; choose a decoder that attends in every layer"
         )
-    return tuple(traced.windows[layer] for layer in range(config.num_hidden_layers)), traced
+    windows = []
+    for layer, of_config in enumerate(config_windows(config)):
+        of_layer = traced.windows[layer]
+        if of_layer and of_config and of_layer != of_config:
+            raise ValueError(
+                f"{kind} sliding_window={of_config}: layer {layer} gives its attention a window of {of_layer}, so that "
+                "none is sure; choose another model"
+            )
+        windows.append(of_layer or of_config)
+    return tuple(windows), traced

@@ -20,7 +20,7 @@ from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT
 from elastic_ring.data.tokenizer import BYTE_TOKENIZER, BYTES, folder_digest
 from elastic_ring.errors import StorageFailed
-from elastic_ring.integrations.transformers.checks import config_of, config_windows, trace
+from elastic_ring.integrations.transformers.checks import config_of, trace
 from elastic_ring.integrations.transformers.model import BLOCK_TOKENS
 from elastic_ring.integrations.transformers.module import build
 from elastic_ring.model.config import ModelConfig
@@ -279,8 +279,7 @@ def _config(
 def _windows(plain: Mapping[str, Any]) -> list[int | None]:
     config = config_of(plain)
     with torch.device("meta"):
-        windows, _ = trace(build(config), config)
-    return [window or own for window, own in zip(windows, config_windows(config), strict=True)]
+        return [*trace(build(config), config)[0]]
 
 
 def _shapes(plain: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

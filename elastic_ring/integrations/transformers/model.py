@@ -21,13 +21,14 @@ from elastic_ring.config import StepConfig
 from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.source import PreparedTokens
 from elastic_ring.data.tokenizer import FAST, folder_digest
-from elastic_ring.files import check_model_links, few, shown_url
+from elastic_ring.files import check_model_links, cut, few, shown_url
 from elastic_ring.integrations.transformers.checks import (
     check_config,
-    check_module,
+    check_dropout,
     check_step,
     check_tokenizer,
     config_of,
+    num_positions,
     read_object,
     trace,
 )
@@ -47,6 +48,7 @@ from elastic_ring.integrations.transformers.lora import (
     check_lora,
 )
 from elastic_ring.integrations.transformers.module import WHOLE_SLICE, build, checkpoint_layers, latent_of
+from elastic_ring.integrations.transformers.reference import compared, layers_of_each_kind
 from elastic_ring.integrations.transformers.weights import FolderWeights, stored_names
 from elastic_ring.model.config import (
     KNOWN_TYPES,
@@ -63,7 +65,10 @@ log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 128
 CONFIG_FILE = "huggingface.json"
+WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size")
+"""Names of the width of a feed-forward layer; where it has none it is four times that of the model."""
 Windows = Literal["exact", "blocks", "dense"]
+Positions = Literal["sequence", "document"]
 Buffers = tuple[tuple[str, tuple[float, ...]], ...]
 """Values of buffers that a folder stores, by name."""
 
@@ -90,6 +95,12 @@ class RingModel:
     num_adapter_parameters: int = 0
     latent: int = 0
     """Numbers of a token that hops carry in place of K and V."""
+    num_compared_layers: int = 0
+    """How many of its first layers are compared with transformers before a run."""
+    positions: Positions = "sequence"
+    """Where positions are counted from: "document" for families that see absolute positions."""
+    num_positions: int = 0
+    """Rows of its table of positions; 0 without one."""
 
     def __call__(self) -> nn.Module:
         model: nn.Module = build(self.config)
@@ -100,6 +111,7 @@ class RingModel:
         if self.lora is not None:
             adapt(model, self.lora)
         model.loss_chunk_tokens = self.loss_chunk_tokens  # type: ignore[assignment]
+        model.restarts_positions = self.positions == "document"  # type: ignore[assignment]
         checkpoint_layers(model, checkpoint_activations=self.checkpoint_activations)
         return model
 
@@ -107,12 +119,19 @@ class RingModel:
         """Equal for equal models in every process: it goes into the run's digest."""
         options = f"checkpoint_activations={self.checkpoint_activations}, windows={self.windows!r}"
         options += "" if self.lora is None else f", lora={self.lora}"
+        options += "" if self.positions == "sequence" else f", positions={self.positions!r}"
         digest = hashlib.sha256(self.config_json.encode()).hexdigest()[:16]
         return f"RingModel(config={digest}, weights={self.weights and self.weights.digest}, {options})"
 
     def ring_parts(self, step: StepConfig) -> ModelParts:
         """The trainer's defaults for this model: first values, pattern, vocabulary, records."""
-        check_step(self.config, None if self.windows == "dense" else self.layer_windows, step)
+        check_step(self.config, step)
+        if self.num_positions and step.context_tokens > self.num_positions:
+            raise ValueError(
+                f"model_type={self.config.model_type!r}: context_tokens={step.context_tokens} is more than the "
+                f"{self.num_positions} positions of its table; set it to at most that"
+            )
+        own = compared(self, step.context_tokens)
         record: dict[str, object] = {
             "folder": self.folder,
             "config": json.loads(self.config_json),
@@ -144,6 +163,7 @@ class RingModel:
             flops=flops,
             check_data=self.check_data,
             sizes=sizes,
+            model=None if own is self else own,
         )
 
     def check_data(self, data: Any) -> None:
@@ -171,17 +191,17 @@ class RingModel:
     def sizes(self) -> ModelConfig:
         """The sizes as those of our own decoder, for plans and patterns: norms' and biases' parameters may differ."""
         config = self.config
-        num_heads = int(config.num_attention_heads)
-        # Width of queries and keys; narrower values are padded.
-        head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
+        config.allow_global_per_layer_attribute_access = True  # where layers differ, the plan takes the config's
+        num_heads, width = _number(config, "num_attention_heads"), _number(config, "hidden_size")
         return ModelConfig(
             vocab_size=self.vocab_size,
-            num_layers=int(config.num_hidden_layers),
-            width=int(config.hidden_size),
+            num_layers=_number(config, "num_hidden_layers"),
+            width=width,
             num_heads=num_heads,
-            num_kv_heads=int(getattr(config, "num_key_value_heads", None) or num_heads),
-            head_dim=int(head_dim or config.hidden_size // num_heads),
-            ffn_width=int(config.intermediate_size),
+            num_kv_heads=_number(config, "num_key_value_heads") or num_heads,
+            # Width of queries and keys; narrower values are padded.
+            head_dim=_number(config, "qk_head_dim", "head_dim") or width // num_heads,
+            ffn_width=_number(config, *WIDTHS) or 4 * width,
             **asdict(self.experts),
             tie_embeddings=bool(config.tie_word_embeddings),
             checkpoint_activations=self.checkpoint_activations,
@@ -246,7 +266,7 @@ def ring_model(
         lora: `r=16,alpha=32,target=q_proj+v_proj` trains adapters of peft on these layers; the folder's weights stay
             frozen.
 
-    Raises: ValueError for what cannot train on a ring (softcap, dropout, absolute positions, layers without attention
+    Raises: ValueError for what cannot train on a ring (softcap, dropout, masks of its own, layers without attention
     of transformers' interface), for weights that do not fit the model, and for a tokenizer with more tokens than it.
     """
     if windows not in ("exact", "blocks", "dense"):
@@ -269,10 +289,26 @@ def ring_model(
     check_config(ring.config)
     if folder is not None:
         check_tokenizer(folder, ring.vocab_size)
-    with torch.device("meta"):
-        model = build(ring.config)
+    ring, model = traced_model(ring)
+    if adapters is not None:
+        has_base, has_experts = folder is not None and weights, ring.experts != NO_EXPERTS
+        check_lora(adapters, model, has_base=has_base, has_experts=has_experts)
+    return ring if folder is None or not weights else _with_weights(ring, folder, model, adapters)
+
+
+def traced_model(ring: RingModel) -> tuple[RingModel, Any]:
+    """The same with what its module shows, and the module on the meta device. Raises ValueError for one that rings do
+    not train."""
+    try:
+        with torch.device("meta"):
+            model = build(ring.config)
+    except Exception as error:  # each family fails in its own way
+        raise ValueError(
+            f"model_type={ring.config.model_type!r}: its module cannot be built of this config "
+            f"({type(error).__name__}: {cut(str(error), 300)}); complete the config, or choose another model"
+        ) from error
     layer_windows, traced = trace(model, ring.config)
-    check_module(model, ring.config, traced)
+    check_dropout(ring.config, traced)
     check_experts(model, ring.config, adds_loss=ring.config.model_type in KNOWN_TYPES)
     ring = replace(
         ring,
@@ -280,11 +316,10 @@ def ring_model(
         experts=expert_sizes(model, ring.config),
         num_parameters=model.num_parameters(),
         latent=latent_of(model),
+        num_compared_layers=layers_of_each_kind(model),
+        num_positions=num_positions(model, ring.config, traced),
     )
-    if adapters is not None:
-        has_base, has_experts = folder is not None and weights, ring.experts != NO_EXPERTS
-        check_lora(adapters, model, has_base=has_base, has_experts=has_experts)
-    return ring if folder is None or not weights else _with_weights(ring, folder, model, adapters)
+    return ring, model
 
 
 def _with_weights(ring: RingModel, folder: Path, model: Any, adapters: Lora | None) -> RingModel:
@@ -314,6 +349,12 @@ def _with_weights(ring: RingModel, folder: Path, model: Any, adapters: Lora | No
         num_adapter_parameters=model.num_parameters() - ring.num_parameters,
         latent=latent_of(model),
     )
+
+
+def _number(config: Any, *names: str) -> int:
+    """The first setting of these names that has a value, the largest of one by layer; 0 without any."""
+    value = next((value for name in names if (value := getattr(config, name, None))), 0)
+    return int(max(value) if isinstance(value, list | tuple) else value)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from elastic_ring.train.wrap import largest_list
 NAME = "elastic_ring"
 WHOLE_SLICE = 1 << 40
 """More tokens than any slice has."""
+IDLE = frozenset({"is_causal", "output_attentions", "output_router_logits", "position_ids", "use_cache"})
+"""Arguments of transformers' attention that change nothing here. Any other is refused unless it is None."""
 
 
 @dataclass
@@ -36,21 +38,24 @@ class TracedRing:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return torch.empty_like(q)
 
+    def document_positions(self, positions: Tensor) -> Tensor:
+        return positions
+
 
 def attend(
     module: Any,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Any,
+    attention_mask: Any = None,
     *,
-    ring: Any,
+    ring: Any = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Any = None,
-    **unused: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of transformers' interface through a ring: q (B, H, S, D), k and v (B, H_kv, S, D) to (B, S, H, D).
 
@@ -65,7 +70,20 @@ def attend(
         )
     if dropout and not isinstance(ring, TracedRing):
         raise ValueError(f"{kind}: attention on rings has no dropout, and {dropout} is set; set it to 0.0")
-    if not getattr(module, "is_causal", True):
+    if ring is None:
+        raise ValueError(
+            f"{kind}: layer {layer} gives its attention nothing that its model is called with, a ring neither; choose "
+            "another model"
+        )
+    if attention_mask is not None:
+        raise ValueError(f"{kind}: layer {layer} has a mask of its own, which rings do not read; choose another model")
+    unknown = sorted(name for name, value in options.items() if name not in IDLE and value is not None)
+    if unknown:
+        raise ValueError(
+            f"{kind}: layer {layer} gives {', '.join(unknown)} to its attention, which rings do not have; choose "
+            "another model"
+        )
+    if not (getattr(module, "is_causal", True) and options.get("is_causal", True) is not False):
         raise ValueError(f"{kind}: layer {layer} is not causal, and rings of a trainer are; choose a decoder")
     if isinstance(ring, TracedRing):
         ring.windows[layer] = sliding_window
@@ -73,7 +91,7 @@ def attend(
     usual, width = q.size(-1) ** -0.5, v.size(-1)
     if scaling is not None and abs(scaling - usual) > 1e-9 * usual:
         q = q * (scaling / usual)
-    options, attention = {} if s_aux is None else {"sinks": s_aux}, of_layer(ring, layer)
+    beside, attention = {} if s_aux is None else {"sinks": s_aux}, of_layer(ring, layer)
     if getattr(module, "expand_kv", None) is _apart:
         width = module.v_head_dim
         up = module.kv_b_proj.weight
@@ -86,12 +104,12 @@ def attend(
             and (up.shape[1:], up.dtype) == (k.shape[3:], k.dtype)
         ):
             k, v = torch.cat((k, v), -1).chunk(2, -1)
-            options["up"] = up
+            beside["up"] = up
         else:
             k, v = type(module).expand_kv(module, k, v)
-    if "up" not in options and width < q.size(-1):  # rings send keys and values in one frame
+    if "up" not in beside and width < q.size(-1):  # rings send keys and values in one frame
         v = nn.functional.pad(v, (0, q.size(-1) - width))
-    out = attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), **options)
+    out = attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), **beside)
     return out[..., :width], None
 
 
@@ -167,6 +185,8 @@ def _ring_class(base: Any) -> Any:
         targets: Tensor | None = None,
     ) -> Any:
         # The loss is computed in here because FSDP2 keeps the head's weight gathered only there.
+        if self.restarts_positions:
+            positions = attention.document_positions(positions)
         named = {"input_ids": tokens, "position_ids": positions, "ring": attention, "use_cache": False}
         if targets is None or self.config.model_type not in KNOWN_TYPES:
             logits = base.forward(self, **named).logits
@@ -182,12 +202,9 @@ def _ring_class(base: Any) -> Any:
         divisor = getattr(self.config, "logits_scaling", 1.0)
         if divisor != 1.0:
             hidden = hidden / divisor
+        head = self.get_output_embeddings()
         loss, num_targets = chunked_cross_entropy(
-            hidden.flatten(0, 1),
-            self.get_output_embeddings().weight,
-            targets.flatten(),
-            self.loss_chunk_tokens,
-            softcap=cap,
+            hidden.flatten(0, 1), head.weight, targets.flatten(), self.loss_chunk_tokens, softcap=cap, bias=head.bias
         )
         if balances:
             logits, top_k = tuple(output.router_logits), layers.top_k_of(self.config)
@@ -196,7 +213,8 @@ def _ring_class(base: Any) -> Any:
         return loss, num_targets
 
     # Under the base's own module: transformers takes classes of other modules for custom code.
-    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "loss_chunk_tokens": 1024})
+    settings = {"loss_chunk_tokens": 1024, "restarts_positions": False}
+    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, **settings})
 
 
 def _checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

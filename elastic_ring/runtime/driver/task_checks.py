@@ -76,7 +76,7 @@ def build_task(
     check_callbacks(callbacks, step.validates, measured(sets, options["metrics"] or {}))
     parts = parts_of(model, step)
     task = TrainingTask(
-        model,
+        parts.model or model,
         as_source(data, step),
         step,
         optim or OptimConfig(total_steps=step.steps),

@@ -31,8 +31,8 @@ from elastic_ring.data.loader import joined, slice_sample
 from elastic_ring.data.packing import Sample
 from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import RingModel, ring_model
-from elastic_ring.integrations.transformers.checks import check_module, trace
-from elastic_ring.integrations.transformers.module import build
+from elastic_ring.integrations.transformers.checks import check_dropout, trace
+from elastic_ring.integrations.transformers.module import TracedRing, attend, build
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train.memory import keep_activations, recompute
 from elastic_ring.train.task import TrainingTask, batch_of
@@ -72,6 +72,10 @@ FAMILIES: dict[str, Any] = {
     "gemma3": lambda: T.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=24),
     "granite, logits scaled": lambda: T.GraniteConfig(**SMALL, attention_multiplier=0.3, logits_scaling=3.0),
     "llama4 below its floor": lambda: llama4(floor_scale=CONTEXT + 1),
+    "qwen2_moe, windows in masks": lambda: qwen2_moe(max_window_layers=9),
+    "phimoe, windows in masks": lambda: T.PhimoeConfig(
+        **SMALL, num_local_experts=4, router_jitter_noise=0.0, sliding_window=24
+    ),
 }
 
 
@@ -235,6 +239,8 @@ def test_recomputing_a_layer_gives_the_same_bits_and_calls_attention_once() -> N
         ("gemma3", 64, "window:24"),
         ("gemma3", 20, "None"),
         ("llama, tied", 64, "None"),
+        ("qwen2_moe, windows in masks", 64, "window:24@0,2;dense@1"),
+        ("phimoe, windows in masks", 64, "window:24"),
     ],
 )
 def test_sliding_windows_become_patterns_where_a_sequence_notices_them(
@@ -271,18 +277,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: T.Starcoder2Config(**SMALL, residual_dropout=0.1, embedding_dropout=0.2, classifier_dropout=0.1),
         r"'starcoder2' residual_dropout=0\.1, embedding_dropout=0\.2: .* set it to 0\.0",
     ),
-    "a bias of the head": (
-        lambda: T.Ernie4_5_MoeConfig(**SMALL, moe_intermediate_size=16, moe_num_experts=6, moe_k=2, use_bias=True),
-        "'ernie4_5_moe' use_bias=True: its head has a bias, .* set it to False",
-    ),
-    "norms after the rotation": (
-        lambda: T.HunYuanDenseV1Config(**SMALL, head_dim=8),
-        "'hunyuan_v1_dense' norms queries and keys after their rotation, and positions do not restart at packed",
-    ),
-    "an embedding of positions": (
-        lambda: T.BertConfig(**SMALL, is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
-        r"'bert' adds an embedding of positions \(bert\.embeddings\.position_embeddings\)",
-    ),
     "dynamic rope": (
         lambda: T.LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         "rope_type='dynamic' depends on the largest position",
@@ -292,7 +286,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: T.Qwen2Config(**SMALL, layer_types=["full_attention", "chunked_attention", "full_attention"]),
         "layer_types has chunked_attention: rings have full and sliding",
     ),
-    "recurrent layers": (lambda: T.Qwen3NextConfig(**SMALL, head_dim=8), "does not attend through transformers'"),
+    "recurrent layers": (lambda: T.Qwen3NextConfig(**SMALL, head_dim=8), "layer_types has linear_attention"),
     "images": (lambda: T.Gemma3Config(), "has more than a decoder of text"),
     "an encoder and a decoder": (lambda: T.T5Config(), "no causal language model|AttentionInterface"),
     "quantised": (lambda: T.LlamaConfig(**SMALL, quantization_config={"quant_method": "fp8"}), "is quantised"),
@@ -311,6 +305,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: {"model_type": "llama", "rope_scaling": {"rope_type": "zzz", "factor": 2.0}},
         "rope_type='zzz'|its config cannot be read",
     ),
+    "a mask of its own": (lambda: T.DogeConfig(**SMALL), "DogeAttention: layer 0 has a mask of its own"),
+    "an indexer": (
+        lambda: T.DeepseekV32Config(**SMALL, layer_types=["full_attention"] * 3),
+        "'deepseek_v32' index_topk=2048: an indexer chooses tokens",
+    ),
+    "a module that cannot be built": (
+        lambda: T.NemotronConfig(**{**SMALL, "num_key_value_heads": None}),
+        r"'nemotron': its module cannot be built of this config \(TypeError",
+    ),
+    "text beside images": (lambda: T.FuyuConfig(), "'fuyu' has more than a decoder of text"),
     "unknown": (lambda: {"model_type": "of_tomorrow"}, "model_type='of_tomorrow': this version of transformers"),
 }
 
@@ -323,21 +327,6 @@ def test_what_a_ring_cannot_do_is_refused_by_name(what: str) -> None:
 
 
 REFUSED_IN_A_CONTEXT: dict[str, tuple[Any, int, str]] = {
-    "windows of the mask in some layers": (
-        lambda: qwen2_moe(max_window_layers=9),
-        24,
-        r"'qwen2_moe' sliding_window=24: layers 0, 2 have it in their mask alone, .* at most 24, or windows='dense'",
-    ),
-    "windows of the mask in all layers": (
-        lambda: T.PhimoeConfig(**SMALL, num_local_experts=4, router_jitter_noise=0.0, sliding_window=24),
-        24,
-        "'phimoe' sliding_window=24: layers 0, 1, 2 have it",
-    ),
-    "queries scaled by their position": (
-        lambda: ministral3(48),
-        48,
-        r"llama_4_scaling_beta=0\.1 scales queries from position original_max_position_embeddings=48 on, .* at most 48",
-    ),
     "queries scaled by their position in a pass": (
         lambda: llama4(floor_scale=48),
         47,
@@ -353,9 +342,13 @@ def test_a_context_in_which_a_ring_computes_something_else_is_refused_and_a_shor
     model.ring_parts(StepConfig(context_tokens=longest))
     with pytest.raises(ValueError, match=told):
         model.ring_parts(StepConfig(context_tokens=longest + 1))
-    dense = replace(model, windows="dense")
-    if "sliding_window" in told:
-        assert dense.ring_parts(StepConfig(context_tokens=CONTEXT)).pattern is None
+
+
+def test_an_argument_of_an_attention_that_rings_do_not_have_is_refused_by_name() -> None:
+    heads, layer = torch.zeros(3, 1, 2, 4, 8), type("Attention", (), {"layer_idx": 1})()
+    attend(layer, *heads, ring=TracedRing(), position_ids=heads, indices=None)
+    with pytest.raises(ValueError, match="Attention: layer 1 gives block_indices, indices to its attention, which"):
+        attend(layer, *heads, ring=TracedRing(), indices=heads, block_indices=heads)
 
 
 def test_sequences_of_a_pass_count_together_where_positions_are_counted_in_it() -> None:
@@ -381,7 +374,7 @@ def test_dropout_of_an_attention_beside_the_interface_is_seen() -> None:
     made.model.norm.forward = lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2)
     _, traced = trace(made, config)
     with pytest.raises(ValueError, match=r"'llama' dropout=0\.2: rings train without dropout"):
-        check_module(made, config, traced)
+        check_dropout(config, traced)
 
 
 def test_folders_and_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:

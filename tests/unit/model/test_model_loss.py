@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,6 +41,9 @@ def test_value_and_gradients_are_those_of_plain_cross_entropy(num_tokens: int, c
 def test_gradients_agree_with_finite_differences() -> None:
     hidden, weight, targets = problem(6)
     assert torch.autograd.gradcheck(lambda h, w: chunked_cross_entropy(h, w, targets, 4)[0], (hidden, weight))
+    bias = torch.linspace(-1, 1, 37, dtype=torch.float64, requires_grad=True)
+    biased = partial(chunked_cross_entropy, targets=targets, chunk_tokens=4, softcap=2.0)
+    assert torch.autograd.gradcheck(lambda h, w, b: biased(h, w, bias=b)[0], (hidden, weight, bias))
 
 
 def test_bfloat16_is_summed_in_fp32() -> None:

@@ -1,0 +1,253 @@
+"""A shrunk model on a ring beside plain transformers: what trains is what transformers computes, or it is refused.
+
+On the CPU, in fp32 and train mode: packed documents in the local order of a rank of two, longer than any window. The
+reference is the class itself with its own masks and eager attention, a document at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from elastic_ring.attention.layers import PatternedAttention
+from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
+from elastic_ring.attention.patterns.rules import Dense
+from elastic_ring.data.loader import TENSORS, slice_sample
+from elastic_ring.data.packing import Sample
+from elastic_ring.files import cut
+from elastic_ring.integrations.transformers.layers import has_balancing_loss
+from elastic_ring.integrations.transformers.module import class_of
+from elastic_ring.model.loss import language_model_loss
+from elastic_ring.train.task import Batch
+from elastic_ring.train.wrap import largest_list
+
+if TYPE_CHECKING:
+    from elastic_ring.integrations.transformers.model import Positions, RingModel
+
+NUM_TOKENS = 96
+DOCUMENT_STARTS = (0, 19, 55)
+SHORT_TOKENS, LONG_TOKENS = 16, 4 * NUM_TOKENS
+"""Lengths of a config below the context, and from it on."""
+TOLERANCE, FLOOR = 1e-4, 1e-3
+"""Relative errors of each gradient. A gradient below this share of the largest is compared with that share."""
+VOCAB_SIZE, WIDTH, NUM_HEADS = 128, 64, 4
+SEED = 7
+NUMBERS_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_SIZES: tuple[tuple[str, int], ...] = (
+    (r"hidden_size|n_embd|d_model|embedding_size|word_embed_proj_dim|dim_model_base", WIDTH),
+    (r"\w*intermediate_size|(expert_)?ffn_(hidden_size|dim|width)|n_inner|shared_expert_width", 96),
+    (r"(num_attention|n)_heads?", NUM_HEADS),
+    (r"(global_)?head_dim|kv_channels|qk_nope_head_dim|v_head_dim|hidden_size_per_layer_input", 16),
+    (r"qk_rope_head_dim|rotary_dim|conv_L_cache", 8),
+    (r"qk_head_dim", 24),
+    (r"(q|kv)_lora_rank", 32),
+    (r"(moe_|zero_)?(num|n)_(local_|routed_)?experts|zero_expert_num", 8),
+    (r"num_experts_per_tok(en)?|moe_k|moe_topk|moe_top_k|top_k_experts|n_group", 2),
+    (r"topk_group", 1),
+    (r"\w*vocab_size(_per_layer_input)?", VOCAB_SIZE),
+)
+"""Names of sizes, of any family, and the most that a shrunk model has of each."""
+_LENGTHS = re.compile(r"sliding_window(_size)?|local_attention|floor_scale|original_max_position_embeddings")
+_POSITIONS = re.compile(r"max_position_embeddings|n_positions|n_ctx|max_seq_len")
+
+
+def compared(model: RingModel, context_tokens: int) -> RingModel:
+    """The model, or where only that is equal the one whose positions restart at packed documents.
+
+    Raises ValueError where the model, shrunk, trains something else than transformers, or cannot be compared.
+    """
+    plain = shrunk(model.config.to_dict(), context_tokens, model.num_compared_layers, is_dense=model.windows == "dense")
+    config_json = json.dumps(plain, sort_keys=True)
+    difference = _difference(config_json, model.positions)
+    if not difference:
+        return model
+    if not _difference(config_json, "document"):
+        return replace(model, positions="document")
+    raise ValueError(f"model_type={plain['model_type']!r}: {difference}; choose another model")
+
+
+def layers_of_each_kind(model: nn.Module) -> int:
+    """How many of the first layers have two of each kind, as far as there are two."""
+    kinds: dict[object, list[int]] = {}
+    for number, layer in enumerate(largest_list(model)):
+        kinds.setdefault(_kind(layer), []).append(number)
+    return max(indices[:2][-1] for indices in kinds.values()) + 1
+
+
+def _kind(layer: nn.Module) -> object:
+    """What the modules of a layer are, but for their number."""
+    return tuple(
+        (
+            name,
+            type(module).__name__,
+            *((key, value) for key, value in vars(module).items() if isinstance(value, bool | str | None)),
+            *((key, value) for key, value in vars(module).items() if "window" in key and isinstance(value, int)),
+            *((key, tuple(param.shape)) for key, param in module.named_parameters(recurse=False)),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def shrunk(config: Any, context_tokens: int, num_layers: int, *, is_dense: bool) -> Any:
+    """The dictionary of a config, for a model of the same class with small sizes. Lengths below `context_tokens` stay
+    below that of the comparison, longer ones stay longer."""
+    total = next((config[name] for name in NUMBERS_OF_LAYERS if config.get(name)), num_layers)
+    heads = next((int(config[name]) for name in ("num_attention_heads", "n_head", "n_heads") if config.get(name)), 1)
+
+    def small(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            of_layers = {key: inner for key, inner in value.items() if not f"{key}".isdigit() or int(key) < num_layers}
+            return {key: small(key, inner) for key, inner in of_layers.items()}
+        if isinstance(value, list):
+            kept = value[:num_layers] if len(value) == total else value
+            return [small(name, inner) for inner in kept]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        if name in NUMBERS_OF_LAYERS:
+            return min(int(value), num_layers)
+        if name.endswith("token_id"):
+            return min(int(value), VOCAB_SIZE - 1)
+        if _LENGTHS.fullmatch(name):
+            is_short = 0 < value < context_tokens and not (is_dense and "window" in name)
+            return SHORT_TOKENS if is_short else LONG_TOKENS if value else value
+        if _POSITIONS.fullmatch(name):
+            return LONG_TOKENS
+        if name in ("num_key_value_heads", "kv_n_heads", "num_global_key_value_heads"):  # groups stay groups
+            return NUM_HEADS if value >= heads else min(int(value), 2)
+        if name == "head_dim" and value == config.get("qk_rope_head_dim"):
+            return min(int(value), 8)
+        most = next((size for pattern, size in _SIZES if re.fullmatch(pattern, name)), value)
+        return most if value and most in (WIDTH, NUM_HEADS) else min(value, most)  # these divide each other
+
+    return {name: small(name, value) for name, value in config.items()}
+
+
+class _Shuffled(PatternedAttention):
+    """Attention of a whole sequence whose tokens stand in the order `order`: a rank's slice is no range either."""
+
+    order: Tensor
+
+    def _attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, up: Tensor | None = None
+    ) -> Tensor:
+        back = self.order.argsort()
+        return super()._attend(layer, q[:, back], k[:, back], v[:, back], sinks, up)[:, self.order]
+
+    def document_positions(self, positions: Tensor) -> Tensor:
+        return super().document_positions(positions)[:, self.order]
+
+
+@lru_cache(maxsize=64)
+def _difference(config_json: str, positions: Positions) -> str:
+    """Why the model of this config is not that of transformers; empty if it is."""
+    from elastic_ring.integrations.transformers.model import RingModel, traced_model
+
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), _one_thread():
+            torch.manual_seed(SEED)
+            own, _ = traced_model(RingModel(config_json, loss_chunk_tokens=NUM_TOKENS // 4, positions=positions))
+            config = own.config
+            module = own().train()
+            base = class_of(config)._from_config(
+                config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+            )
+            _fill(module)
+            base.load_state_dict(module.state_dict())
+            sample = _sample(1 if has_balancing_loss(config) else len(DOCUMENT_STARTS), int(config.vocab_size))
+            ring = _ring_gradients(own, module, sample)
+            expected = _plain_gradients(base.train(), sample)
+    except Exception as error:  # whatever a family's code raises
+        return (
+            "a small model of its config cannot be compared with transformers "
+            f"({type(error).__name__}: {cut(str(error), 300)})"
+        )
+    worst, part = max(_errors(ring, expected))
+    if worst <= TOLERANCE:
+        return ""
+    return (
+        f"on a ring it would train another model than transformers: {part} of a small model of its config differs by "
+        f"{worst:.1e} (allowed {TOLERANCE:.0e})"
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Small products are not cut among threads: it takes longer, and sums in another order."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
+
+
+def _fill(module: nn.Module) -> None:
+    """Values at which each part changes the loss: no scores near zero, no biases of zero."""
+    with torch.no_grad():
+        for name, param in module.named_parameters():
+            if re.search(r"\b(q|k)_norm\b", name):  # no sharp scores, which make much of a rounding
+                param.fill_(0.5).add_(0.1 * torch.randn(param.shape))
+            elif param.dim() > 1:
+                param.normal_(std=0.25 * param.size(-1) ** -0.5)
+            else:
+                param.copy_(bool((param == 1).all()) + 0.1 * torch.randn(param.shape))
+        for buffer in module.state_dict(keep_vars=True).values():
+            if not isinstance(buffer, nn.Parameter) and buffer.is_floating_point():
+                buffer.add_(0.1 * torch.randn(buffer.shape))
+
+
+def _sample(num_documents: int, vocab_size: int) -> Sample:
+    tokens = np.random.default_rng(SEED).integers(0, vocab_size, NUM_TOKENS + 1)
+    return Sample(tokens, DOCUMENT_STARTS[:num_documents])
+
+
+def _ring_gradients(own: RingModel, module: nn.Module, sample: Sample) -> dict[str, Tensor]:
+    """The loss and each gradient of one pass."""
+    layout, halves = make_layout("contiguous", NUM_TOKENS, 1), make_layout("zigzag", NUM_TOKENS, 2)
+    order = torch.cat([halves.positions(cp_rank) for cp_rank in range(2)])
+    piece = slice_sample(sample, layout, 0, sample_id=0, index_in_batch=0)
+    patterns = own.pattern(NUM_TOKENS) or LayerPatterns((LayerGroup((Dense(),)),))
+    attention = _Shuffled(patterns, layout, 0, None, document_starts=piece.document_starts)
+    attention.order = order
+    fields = {name: getattr(piece, name)[:, order] for name in TENSORS}
+    loss, _ = language_model_loss(module, Batch(**fields, attention=attention))
+    return _gradients(module, loss)
+
+
+def _plain_gradients(base: Any, sample: Sample) -> dict[str, Tensor]:
+    loss, bounds = torch.zeros(()), (*sample.document_starts, NUM_TOKENS)
+    for start, stop in pairwise(bounds):
+        tokens = torch.from_numpy(sample.tokens[start : stop + 1])
+        targets = tokens[1:].clone()
+        if stop < NUM_TOKENS:
+            targets[-1] = -100
+        output = base(tokens[None, :-1], use_cache=False)
+        loss = loss + nn.functional.cross_entropy(output.logits[0].float(), targets, reduction="sum")
+        if has_balancing_loss(base.config):
+            loss = loss + base.config.router_aux_loss_coef * output.aux_loss * len(targets)
+    return _gradients(base, loss)
+
+
+def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    loss.backward()
+    named = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in module.named_parameters()}
+    return {"its loss": loss.detach()} | {f"the gradient of {name}": gradient for name, gradient in named.items()}
+
+
+def _errors(ring: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> Iterator[tuple[float, str]]:
+    """(relative error, name) of the loss and each gradient."""
+    floor = FLOOR * max(float(tensor.norm()) for tensor in plain.values() if tensor.dim())
+    for name, expected in plain.items():
+        error = float((ring[name] - expected).norm()) / max(float(expected.norm()), floor)
+        yield error if error == error else torch.inf, name  # NaN is no number of its own
