@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def tables() -> dict[tuple[str, str], str]:
         ("quickstart.md", "the run"): table(
             "the run | the submission", *(" ".join((rule.__doc__ or "").split()) for rule in RULES)
         ),
+        ("models.md", "outcome"): table("outcome | model types of transformers", *model_types()),
         ("operating/mend.md", "how it ends"): table(
             "how it ends | status | last line begins | then",
             *(
@@ -48,6 +50,17 @@ def tables() -> dict[tuple[str, str], str]:
             *(f"`{field.name}` | {field.default} | {said[field.name]}" for field in dataclasses.fields(Timeouts)),
         ),
     }
+
+
+def model_types() -> list[str]:
+    """Rows of the types of models by what becomes of them, as `tests/unit/integrations/model_fuzz.py` recorded it."""
+    record = json.loads((HERE / "images" / "model_types.json").read_text(encoding="utf-8"))
+    outcomes = ["equal", *sorted({*record.values()} - {"equal"})]
+    return [
+        f"{'trained' if outcome == 'equal' else f'refused: {outcome}'} | "
+        + ", ".join(f"`{kind}`" for kind, its in record.items() if its == outcome)
+        for outcome in outcomes
+    ]
 
 
 def table(head: str, *rows: str) -> str:
