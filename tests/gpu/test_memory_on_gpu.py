@@ -24,7 +24,7 @@ from elastic_ring.model.transformer import Transformer
 CONTEXT, STEPS = 16384, 9
 MODEL = replace(preset("100m"), checkpoint_activations=False)
 MIB = 1 << 20
-ROOMS_MIB = (4096, *range(2560, 0, -256))
+ROOMS_MIB = (4096, 2048, *range(1280, 0, -256))
 BALLAST_AT_CALL = 7
 """By then steps are committed and the optimizer has its state; a worker that starts passes through the loss, too."""
 
