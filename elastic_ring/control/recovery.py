@@ -470,7 +470,7 @@ def _no_commit_reason(state: State, incident: Incident, num_builds: int, step: i
     is_known = first.step == step and bool(first.text)
     nobody = "nobody" if is_known and not first.is_symptom else "nobody; look at the links between the nodes"
     return (
-        f"the ring was built {num_builds} times at step {step} and no step was committed. "
+        f"the ring was built {num_builds} times at step {step} and no new step was committed. "
         f"{f'The first cause: {first.text}. ' if is_known else ''}The last cause: {incident.cause}. "
         f"Lost: {lost or nobody}"
     )

@@ -376,22 +376,21 @@ class State:
 
     `committed`: number of committed steps, since `committed_at`. `resized_at`: when the mesh last got another size,
     but for its formation. `newest_vote`: the newest vote that the core has. `crashes`: the latest, all of one step
-    (see `crash_loop`). `rounds`: consecutive builds without a commit. `user_errors`: errors of the user's code in
-    one step without a commit; `user_detail`: the last traceback. `first_cause`: why the step that runs next was
-    broken off first. `promise`: the weakest of all changes so far. `gives_up`: the run was scaled down, and surplus
-    workers have not left yet. `checkpoints`: the valid ones, by step; `damaged`: folders of those that failed to
-    verify. `given_up`: step and (term, generation) of the newest `Build` that went back; live state older than
-    that, and older snapshots of later steps, count no more. `corpus`: the later manifests of the corpus, by step;
-    `grown`: one that waits for the next build. `reached`: the most steps that ever were committed, by earlier
-    submissions as well. `skips`: the batches that are left out, by step. `rollbacks`: how often everyone went back
-    on purpose from about one step, the last of these. `num_restarts`: how often the run began again because a shard was
-    lost without a checkpoint. `suspects`: workers that may have computed the last step
-    wrongly. `warm_up_s`: how long the worker that became ready last took to start. `write_s`: the duration of the
-    last checkpoint's write. `num_lines`: as in `CoordinatorStarted`. `moves`: planned for `moves_of`, the versions
-    of the pool and the members; `moved_at`: when members were last asked to move, infinite once
-    a boundary was too late; `movers`: the workers that were started for moves, or gave their places up.
-    `pool_changed_at`, `nodes_changed_at`: when a worker or a node, or a node's room, last
-    changed. `story`: the last (event, reason) pairs that changed the state. `pool`: `workers` and `nodes`, counted.
+    (see `crash_loop`). `rounds`: builds since a step beyond `reached` was committed. `user_errors`: errors of the
+    user's code in one step without a commit; `user_detail`: the last traceback. `first_cause`: why the step that runs
+    next was broken off first. `promise`: the weakest of all changes so far. `gives_up`: the run was scaled down, and
+    surplus workers have not left yet. `checkpoints`: the valid ones, by step; `damaged`: folders of those that failed
+    to verify. `given_up`: step and (term, generation) of the newest `Build` that went back; live state older than that,
+    and older snapshots of later steps, count no more. `corpus`: the later manifests of the corpus, by step; `grown`:
+    one that waits for the next build. `reached`: the most steps that ever were committed, by earlier submissions as
+    well. `skips`: the batches that are left out, by step. `rollbacks`: how often everyone went back on purpose from
+    about one step, the last of these. `num_restarts`: how often the run began again because a shard was lost without a
+    checkpoint. `suspects`: workers that may have computed the last step wrongly. `warm_up_s`: how long the worker that
+    became ready last took to start. `write_s`: the duration of the last checkpoint's write. `num_lines`: as in
+    `CoordinatorStarted`. `moves`: planned for `moves_of`, the versions of the pool and the members; `moved_at`: when
+    members were last asked to move, infinite once a boundary was too late; `movers`: the workers that were started for
+    moves, or gave their places up. `pool_changed_at`, `nodes_changed_at`: when a worker or a node, or a node's room,
+    last changed. `story`: the last (event, reason) pairs that changed the state. `pool`: `workers` and `nodes`, counted.
     """
 
     options: ControlOptions
@@ -637,13 +636,13 @@ class Transition:
     def commit(self, num_steps: int) -> None:
         """Record `num_steps` steps as committed if that is more than before; forget user errors in these steps."""
         if num_steps > self.state.committed:
-            errors = self.state.user_errors
+            errors, is_new = self.state.user_errors, num_steps > self.state.reached
             self.set(
                 committed=num_steps,
                 committed_at=self.now,
                 reached=max(self.state.reached, num_steps),
                 user_errors=errors if errors.step >= num_steps else Counted(),
-                rounds=Counted(),
+                rounds=Counted() if is_new else self.state.rounds,
             )
 
     def explain(self, reason: str) -> None:

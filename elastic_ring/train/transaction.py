@@ -378,9 +378,9 @@ class Transaction:
             spikes.saw(step, outcome.loss, outcome.spike)
         held.back = None
         goes_back, in_a_row = spikes is not None and spikes.goes_back, shard.counters.skipped_in_a_row
-        steps, ids = self.task.step.steps, self.sample_ids
+        unapplied, ids = shard.counters.skipped == shard.counters.applied == self.task.step.steps, self.sample_ids
         try:
-            raise_for_skips(outcome, in_a_row, optim.max_skipped, ids, steps=steps, goes_back=goes_back)
+            raise_for_skips(outcome, in_a_row, optim.max_skipped, ids, never_applied=unapplied, goes_back=goes_back)
         except MustGoBack as back:
             held.back = copy(back)  # without a traceback, whose frames hold this very state
             raise

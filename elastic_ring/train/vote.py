@@ -355,13 +355,13 @@ def raise_for_skips(
     max_skipped: int,
     sample_ids: Callable[[int], Sequence[int]],
     *,
-    steps: int,
+    never_applied: bool,
     goes_back: bool,
 ) -> None:
     """End or undo training after too many skips; call it once the step is applied or its skip is counted.
 
-    `in_a_row`: skips, with this step; `steps`: of the whole run. Raises TooManySkipped, also after the last step of a
-    run that applied none; LossSpike; and with `goes_back` MustGoBack.
+    `in_a_row`: skips, with this step; `never_applied`: whether this was the last step of a run that skipped all. Raises
+    TooManySkipped, LossSpike, and with `goes_back` MustGoBack.
     """
     step = outcome.vote.step
     if outcome.spike == "stop":
@@ -375,10 +375,10 @@ def raise_for_skips(
     if outcome.spike == "back":
         reason = f"the loss of step {step} is {outcome.loss:.4g}, above {outcome.spike_limit:.4g}"
         raise MustGoBack(reason, first_step=step, step=step)
-    if in_a_row == step + 1 == steps:
+    if never_applied:
         raise TooManySkipped(
-            f"each of the {steps} steps was skipped, for a non-finite gradient or loss: nothing was trained; look at "
-            "the loss and its data",
+            f"each of the {step + 1} steps was skipped, for a non-finite gradient or loss, or as no target counted: "
+            "nothing was trained; look at the loss and its data",
             step=step,
         )
     if in_a_row <= max_skipped:

@@ -501,7 +501,7 @@ def test_returns_to_one_checkpoint_are_no_builds_without_a_step_where_steps_were
         if run.phase == "ended":
             break
         run.resume_all()
-    assert "was built 4 times at step 2 and no step was committed" in run.reason
+    assert "was built 4 times at step 2 and no new step was committed" in run.reason
 
 
 def test_a_node_on_which_nothing_starts_is_left_alone_for_a_while() -> None:

@@ -29,6 +29,7 @@ import numpy as np
 from elastic_ring.data.packing import Counted, Tokens
 from elastic_ring.data.preparation import MAX_RECORD_BYTES
 from elastic_ring.data.tokenizer import open_saved, open_tokenizer
+from elastic_ring.errors import ElasticRingError
 from elastic_ring.files import cut, plain_json
 
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
@@ -42,7 +43,8 @@ CALL = {"place": "here"}
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 RENDER_S, RENDER_BYTES = 5.0, 1 << 30
 """CPU time and memory, beside its process's own, of one rendering of a template."""
-ANSWER_S = 60.0
+BEGIN_S, ANSWER_S = 300.0, 60.0
+"""For the process to begin, on a cold disk, too, and to answer."""
 PUT_MARKS = "put {% generation %} and {% endgeneration %} around the assistant's text in the template, or "
 
 
@@ -166,13 +168,17 @@ _IDLE: dict[int, Connection] = {}
 
 
 def _begin() -> Connection:
-    """The way to a new process, which is killed once the connection is dropped."""
+    """The way to a new process, which is killed once the connection is dropped. Raises ElasticRingError where none
+    begins."""
     ours, theirs = Pipe()
     call = f"render({theirs.fileno()}, {RENDER_S}, {RENDER_BYTES})"
     program = f"import sys; sys.path = sys.argv[1:]; from {__name__} import render; {call}"
     with theirs:
         command, own = [sys.executable, "-c", program, *sys.path], os.getpid()
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        try:
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        except OSError as error:
+            raise ElasticRingError(f"no process for chat templates begins: {error}") from error
 
     def end() -> None:
         if os.getpid() == own:
@@ -180,7 +186,16 @@ def _begin() -> Connection:
             process.wait()
 
     finalize(ours, end)
-    return ours
+    try:
+        if ours.poll(BEGIN_S):
+            ours.recv()  # it has imported what it needs
+            return ours
+    except (OSError, EOFError):
+        process.wait()
+    raise ElasticRingError(
+        f"the process for chat templates did not begin within {BEGIN_S:g} s, or ended (exit status {process.poll()}): "
+        "its own lines are above"
+    )
 
 
 def render(descriptor: int, most_s: float, most_bytes: int) -> None:
@@ -188,9 +203,14 @@ def render(descriptor: int, most_s: float, most_bytes: int) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     own_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (own_bytes + most_bytes,) * 2)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most_bytes = own_bytes + most_bytes
+    resource.setrlimit(
+        resource.RLIMIT_AS, (most_bytes if hard == resource.RLIM_INFINITY else min(most_bytes, hard),) * 2
+    )
     connection = Connection(descriptor)
     with suppress(EOFError, MemoryError):
+        connection.send("ready")
         while True:
             request = connection.recv()
             signal.setitimer(signal.ITIMER_PROF, most_s)  # whose signal ends the process

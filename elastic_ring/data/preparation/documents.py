@@ -24,7 +24,7 @@ from elastic_ring.data.listing import EXPORT
 from elastic_ring.data.manifest import Dropped
 from elastic_ring.data.preparation import MAX_RECORD_BYTES, OnBadInput
 from elastic_ring.data.preparation.chat import Conversations
-from elastic_ring.data.preparation.inputs import WHOLE, Piece, Span, open_arrow, sound
+from elastic_ring.data.preparation.inputs import MAX_EXPANSION, WHOLE, Piece, Span, open_arrow, sound
 from elastic_ring.files import cut, plain_json
 
 log = logging.getLogger(__name__)
@@ -413,9 +413,10 @@ def page_sizes(file: Any, start: int, num_bytes: int) -> Iterator[int]:
 
 
 def check_pages(file: Any, start: int, num_bytes: int) -> None:
-    """Raises ArrowInvalid for a column chunk that expands to more than may be."""
-    if (expanded := sum(page_sizes(file, start, num_bytes))) > MAX_CHUNK_BYTES:
-        raise pa.ArrowInvalid(f"a row group expands to {expanded:,} bytes: there may be {MAX_CHUNK_BYTES:,}")
+    """Raises ArrowInvalid for a column chunk that expands to more than may be: a large one may be large."""
+    most_bytes = max(MAX_CHUNK_BYTES, MAX_EXPANSION * num_bytes)
+    if (expanded := sum(page_sizes(file, start, num_bytes))) > most_bytes:
+        raise pa.ArrowInvalid(f"a row group expands to {expanded:,} bytes: there may be {most_bytes:,}")
 
 
 def _read_struct(data: bytes, at: int) -> tuple[dict[int, Any], int]:

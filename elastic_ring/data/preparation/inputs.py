@@ -26,6 +26,8 @@ ARROW_FILE, FILE_END_BYTES, CONTINUED = b"ARROW1", 10, b"\xff\xff\xff\xff"
 DICTIONARY, BATCH = 2, 3
 MAX_BATCH_BYTES = 128 << 20
 """The most bytes that the columns of a batch that are read, or the dictionaries of a file, expand to."""
+MAX_EXPANSION = 32
+"""Times its stored bytes, a batch or row group may expand beyond that: text and numbers shrink to a third or so."""
 WHOLE = -1
 """`stop` of a span that reaches to the end of its file."""
 
@@ -143,17 +145,18 @@ def check_arrow(file: Any, schema: Any, fields: Sequence[int]) -> None:
     """Raises ArrowInvalid where all dictionaries, or these fields of a batch, expand to more bytes than may be."""
     try:
         chosen = [index in fields for index, kind in enumerate(schema.types) for _ in range(_num_buffers(kind))]
-        of_dictionaries = 0
+        of_dictionaries = [0, 0]
         for text, body in _messages(file):
-            is_batch, buffers, num_bytes = text[_field(text, 1)] == BATCH, _buffers(text), 0
+            is_batch, buffers = text[_field(text, 1)] == BATCH, _buffers(text)
+            stored, expanded = [0, 0] if is_batch else of_dictionaries
             for number, (at, length) in enumerate(buffers):
                 if length > 8 and (not is_batch or len(chosen) != len(buffers) or chosen[number]):
-                    num_bytes += max(_number(file.read_at(8, body + at), "q"), 0)
-            of_dictionaries += 0 if is_batch else num_bytes
-            if max(num_bytes, of_dictionaries) > MAX_BATCH_BYTES:
+                    stored, expanded = stored + length, expanded + max(_number(file.read_at(8, body + at), "q"), 0)
+            of_dictionaries = of_dictionaries if is_batch else [stored, expanded]
+            if expanded > (most_bytes := max(MAX_BATCH_BYTES, MAX_EXPANSION * min(stored, file.size()))):
                 raise pa.ArrowInvalid(
-                    f"a batch or dictionary expands to {num_bytes:,} bytes: there may be {MAX_BATCH_BYTES:,} in each "
-                    "batch and in all dictionaries: write it in smaller ones, or without compression"
+                    f"a batch or dictionary expands to {expanded:,} bytes: there may be {most_bytes:,} in each batch "
+                    "and in all dictionaries: write it in smaller ones, or without compression"
                 )
     except (IndexError, OverflowError, struct.error) as error:
         raise pa.ArrowInvalid("a message is damaged") from error

@@ -221,7 +221,7 @@ class Zero3Worker:
             self.skipped_in_a_row,
             self.task.optim.max_skipped,
             self.feed.sample_ids,
-            steps=self.task.step.steps,
+            never_applied=self.skipped_in_a_row == self.step == self.task.step.steps,
             goes_back=False,
         )
         return outcome.loss

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE
 from elastic_ring.data.tokenizer import BYTES
-from elastic_ring.files import check_model_links, printable
+from elastic_ring.files import check_model_links, cut, printable
 from elastic_ring.integrations.transformers.checks import check_tokenizer, config_of, read_object
 from elastic_ring.integrations.transformers.export_config import (
     NOTE,
@@ -189,8 +189,8 @@ class _Trained:
             num_steps = (readable_json(folder / SUMMARY_NAME) or step)["steps"]
             training = f"{int(num_steps):,} steps of {int(step['global_batch']):,} sequences of {context:,} tokens"
             if data := recorded.get("data"):
-                parts = PurePath(str(data.get("uri") or "")).parts[-2:]
-                training += printable(f" on {data['source']} {'/'.join(parts)}").rstrip()
+                names = [PurePath(str(path)).name for path in (data.get("uri"), *data.get("paths", ())) if path]
+                training += printable(cut(f" on {data['source']} {', '.join(names)}", 200)).rstrip()
             if own is not None:
                 kept = {name: tuple(map(float, values)) for name, values in own.get("buffers", {}).items()}
                 config, folder_of_base, adapters = dict(own["config"]), str(own["folder"]), TrainedAdapters.of(own)

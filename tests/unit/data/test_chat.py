@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import re
-import resource
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from elastic_ring.data.preparation.piece import PieceWorker
 from elastic_ring.data.prepared import PreparedCorpus, PreparedTokens
 from elastic_ring.data.shards import TokenShards
 from elastic_ring.data.tokenizer import open_tokenizer
+from elastic_ring.errors import ElasticRingError
 from elastic_ring.integrations.transformers import ring_model
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train.optim import OptimConfig
@@ -214,7 +216,13 @@ def test_a_template_beyond_its_bounds_is_refused_by_name(saved, tmp_path, bomb, 
     source = write(tmp_path / "a.jsonl", [{"messages": messages("one", "two")}])
     with pytest.raises(ValueError, match=rf"tokenizer='{folder}': its chat template takes over 0.5 s, 256 MiB of"):
         chat(tmp_path / "out", source, folder)
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10 < 1 << 30
+
+
+def test_a_process_for_templates_that_does_not_begin_is_no_templates_fault(saved, monkeypatch) -> None:
+    monkeypatch.setattr(rendering, "_IDLE", {})
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(ElasticRingError, match=r"did not begin.*exit status 1"):
+        rendering.ChatTokenizer(str(saved), None)
 
 
 def test_a_conversation_that_takes_a_template_beyond_its_bounds_is_left_out_alone(saved, tmp_path, monkeypatch) -> None:
