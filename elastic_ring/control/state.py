@@ -390,7 +390,7 @@ class State:
     `CoordinatorStarted`. `moves`: planned for `moves_of`, the versions of the pool and the members; `moved_at`: when
     members were last asked to move, infinite once a boundary was too late; `movers`: the workers that were started for
     moves, or gave their places up. `pool_changed_at`, `nodes_changed_at`: when a worker or a node, or a node's room,
-    last changed. `story`: the last (event, reason) pairs that changed the state. `pool`: `workers` and `nodes`, counted.
+    last changed. `story`: the last (event, reason) pairs that changed the state. `pool`: both, counted.
     """
 
     options: ControlOptions
