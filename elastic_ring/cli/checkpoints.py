@@ -29,7 +29,7 @@ VERBS = {
 }
 NOT_ZERO3 = {
     "verify": "it has no digests; `list` compares its files with what was written",
-    "prune": "Ray Train removes old ones (num_to_keep of its CheckpointConfig)",
+    "prune": "Ray Train removes old ones (num_to_keep); older unfinished ones remove by hand, once no run writes",
     "export": "it is in DeepSpeed's format; train to the last step, then use `elastic-ring export`",
 }
 

@@ -204,6 +204,7 @@ class WandB(Tracker):
     def open(self, run: RunInfo) -> Points:
         own = {"name": run.name, "id": run.id, "resume": "allow", "dir": str(run.folder), "config": dict(run.config)}
         self._run = _library(self.library).init(**(own | self._init))
+        self._is_shared = self._run.settings.mode == "shared"  # which has no such number
         points: dict[str, list[tuple[int, float]]] = {}
         for mark in MARKS:
             kind = mark.partition("/")[0]
@@ -219,8 +220,10 @@ class WandB(Tracker):
 
     def write(self, step: int, values: Values) -> None:
         kind = next(iter(values)).partition("/")[0]
-        self._run.log({f"{kind}/at_step": step, **values}, step=self.state["next_row"])
-        self.state["next_row"] += 1
+        # W&B drops a row below its own number, which the user's own rows raise.
+        row = max(self.state["next_row"], 0 if self._is_shared else self._run.step)
+        self._run.log({f"{kind}/at_step": step, **values}, step=row, commit=True)
+        self.state["next_row"] = row + 1
 
     def on_end(self) -> None:
         self._run.finish(exit_code=int(self.end == FAILED))

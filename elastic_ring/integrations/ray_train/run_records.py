@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -20,6 +21,7 @@ from elastic_ring.monitor.metrics import RECOVERY_KEYS, SUMMARY_NAME, Recovery, 
 from elastic_ring.monitor.metrics_log import MetricsLog
 from elastic_ring.monitor.report import recovery_line
 from elastic_ring.runtime.coordinator.run_files import samples_digest
+from elastic_ring.state.checkpoints.zero3 import age_key
 
 log = logging.getLogger(__name__)
 
@@ -51,21 +53,23 @@ class Records:
         self._noticed: tuple[float, str] | None = None
         self._pending: tuple[Recovery, float, float] | None = None  # with the times of its begin and of the last step
         self._error: ElasticRingError | None = None
-        self._begun = False  # a worker group of this submission
+        self._begun_at: int | None = None  # the step of this submission's first worker group
         self._workers: dict[int, dict[str, int | str]] = {}  # of the worker group that is about to begin
 
     def join(self, rank: int, pid: int, host: str) -> None:
         """A worker of the next group is ready."""
         self._workers[rank] = {"rank": rank, "pid": pid, "host": host}
 
-    def begin(self, attempt: Attempt) -> int:
-        """A worker group is about to compute its first step; returns its generation."""
-        now, generation, step = time.monotonic(), 1 + len(self._of("attempt")), attempt["step"]
+    def begin(self, attempt: Attempt, stored: Sequence[str]) -> int:
+        """A worker group is about to compute its first step; returns its generation, above those of `stored` folders:
+        these records may be younger."""
+        now, attempts, step = time.monotonic(), self._of("attempt"), attempt["step"]
+        generation = 1 + max([0, *(line["generation"] for line in attempts), *(age_key(name)[0] for name in stored)])
         self._goodput.undone(self._metrics.table.rows.total("step_s", step))
-        undone = self._metrics.go_back(step, (TERM, generation)) if generation > 1 else 0
+        undone = self._metrics.go_back(step, (TERM, generation)) if attempts else 0
         if gap := self._metrics.begin_at(step):
             log.error("%s", gap)
-        if self._begun:  # else the run is submitted again, which is no recovery
+        if self._begun_at is not None:  # else the run is submitted again, which is no recovery
             noticed_s, cause = self._noticed or (now, "Ray Train changed the number of workers")
             last_s = self._last_s if self._last_s is not None else noticed_s
             recovery = Recovery(
@@ -88,7 +92,7 @@ class Records:
         self._workers.clear()  # of a larger group that never began
         self._note("attempt", generation=generation, workers=workers, **attempt)
         log.info("generation %d: dp=%d x cp=%d from step %d", generation, mesh["dp"], mesh["cp"], step)
-        self._noticed, self._begun = None, True
+        self._noticed, self._begun_at = None, step if self._begun_at is None else self._begun_at
         return generation
 
     def step(self, metrics: StepMetrics, remark: str = "") -> None:
@@ -121,9 +125,10 @@ class Records:
         """Why the run was given up, if it was."""
         return self._error
 
-    def news(self) -> tuple[StepMetrics | None, list[str]]:
-        """The newest step that counts, and a line for each recovery."""
-        return self._metrics.newest.step, [recovery_line(Recovery.from_json(line)) for line in self._of("recovery")]
+    def news(self) -> tuple[int | None, StepMetrics | None, list[str]]:
+        """Where this submission has begun, the newest step that counts, and a line for each recovery."""
+        lines = [recovery_line(Recovery.from_json(line)) for line in self._of("recovery")]
+        return self._begun_at, self._metrics.newest.step, lines
 
     def checkpoint(self, step: int, path: str) -> None:
         """A checkpoint is in the storage."""

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import ray
 import ray.train
+from ray.exceptions import GetTimeoutError, RayError
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
@@ -153,8 +154,7 @@ class Zero3Trainer:
         ops.check_installed()
         check_lasting(self._run.driver_folder)
         storage_uri = self._run.storage_uri if self._run.is_remote else ""
-        summary = self._finished()
-        if summary is not None:
+        if (summary := self._finished()) is not None:
             return Result(summary, self._run.driver_folder, storage_uri=storage_uri)
         self._check()
         write_json(self._run.driver_folder / CONFIG_NAME, self._config())
@@ -273,7 +273,11 @@ class Zero3Trainer:
             datasets=None if self.dataset is None else {DATASET: self.dataset},
         )
         has_ended = threading.Event()
-        console = threading.Thread(target=self._show, args=(records, has_ended), name="console", daemon=True)
+
+        def news() -> Any:
+            return ray.get(records.news.remote(), timeout=self._run.timeouts.report_s)
+
+        console = threading.Thread(target=self._show, args=(news, has_ended), name="console", daemon=True)
         console.start()
         try:
             result = trainer.fit()
@@ -282,29 +286,35 @@ class Zero3Trainer:
         finally:
             has_ended.set()
             console.join(self._run.timeouts.report_s)
-        failure = ray.get(records.error.remote(), timeout=self._run.timeouts.report_s)
-        if failure is not None:
+        if (failure := ray.get(records.error.remote(), timeout=self._run.timeouts.report_s)) is not None:
             raise RunFailed(failure.message, **failure.facts) if isinstance(failure, ModelRefused) else failure
         log.info("Ray Train's folder is %s", result.path)
         return summary_of(self._run.driver_folder, self._identity.digest)
 
-    def _show(self, records: Any, has_ended: threading.Event) -> None:
-        """Show each step at most once, and a line for each recovery, on the console."""
+    def _show(self, news: Callable[[], Any], has_ended: threading.Event) -> None:
+        """Show each step of this submission at most once, and a line for each recovery, on the console."""
         shown, num_lines, is_last = -1, -1, False
         with ProgressLine(sys.stderr, self.task.step.steps) as progress:
             while not is_last:
                 is_last = has_ended.wait(FOLLOW_S)
-                newest, lines = ray.get(records.news.remote(), timeout=self._run.timeouts.report_s)
-                step = shown if newest is None else newest.step
-                if num_lines < 0:  # of earlier submissions
-                    shown, num_lines = step, len(lines)
-                    progress.open(step + 1)
+                try:
+                    begun_at, newest, lines = news()
+                except GetTimeoutError:
+                    continue
+                except RayError as error:
+                    log.warning("no more steps are shown: %s", error)
+                    return
+                if begun_at is None:  # all on record is of earlier submissions
+                    continue
+                if num_lines < 0:
+                    shown, num_lines = begun_at - 1, len(lines)
+                    progress.open(begun_at)
                 for line in lines[num_lines:]:
                     progress.note(line)
                 num_lines = len(lines)
-                if newest is not None and step > shown:
+                if newest is not None and newest.step > shown:
                     progress.step(newest)
-                    shown = step
+                    shown = newest.step
 
 
 def _check_dataset(data: object, dataset: object, vocab_size: int | None, end_of_document: int | None) -> None:

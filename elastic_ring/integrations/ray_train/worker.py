@@ -24,6 +24,7 @@ import ray.train
 import torch
 import torch.distributed as dist
 
+from elastic_ring.config import Timeouts
 from elastic_ring.control.decisions.loss_spikes import CLIP_SHARE, SpikeBallot
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.filesystem import patiently
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 
 DATASET = "train"
 SHARED_MEMORY = "deepspeed_shm_comm"
+Restored = tuple[ray.train.Checkpoint, SavedState]
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,27 @@ def train_worker(config: Mapping[str, Job]) -> None:
         # All ranks come to this alike, and a new worker group would again: they return, and the driver raises it.
         if ray.train.get_context().get_world_rank() == 0:
             ray.get(job.records.gave_up.remote(error))
+
+
+def newest_checkpoint(storage_uri: str, rank: int, device: torch.device) -> Restored | None:
+    """The newest whole one in the storage, the same on all ranks. Ray Train may not know it yet: its controller fetches
+    reports now and then. Collective."""
+    chosen: list[tuple[str, SavedState, bool] | None] = [None]
+    if rank == 0:
+        mode = ray.train.CheckpointConsistencyMode.COMMITTED
+        reported = ray.train.get_all_reported_checkpoints(mode, timeout_s=Timeouts().report_s)
+        names = [Path(each.checkpoint.path).name for each in reported]
+        newest = zero3.newest_whole(Storage(storage_uri), names)
+        chosen = [newest and (*newest, newest[0] in names)]
+    dist.broadcast_object_list(chosen, device=device)
+    if chosen[0] is None:
+        return None
+    (name, state, is_reported), storage = chosen[0], ray.train.get_context().get_storage()
+    checkpoint = ray.train.Checkpoint(storage.build_checkpoint_path_from_name(name), storage.storage_filesystem)
+    if not is_reported:  # Ray Train would never remove it; one that it has twice it removes while it is read
+        metrics, mode = {"step": state.step, "num_workers": state.num_workers}, ray.train.CheckpointUploadMode.NO_UPLOAD
+        ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=mode)
+    return checkpoint, state
 
 
 def train(worker: Zero3Worker) -> None:
@@ -114,7 +137,7 @@ class Zero3Worker:
             ops.load_async_io(ops.extensions_folder())
         self.rings = Rings(self.task, self.mesh, self.device)
         self.task = self.rings.task
-        resumed = self._newest_checkpoint()
+        resumed = newest_checkpoint(job.storage_uri, self.rank, self.device)
         self.step, self.skipped_in_a_row = 0, 0
         self._reason, self._resumed_from = "first", ""
         self._spikes = watch_of(job.zero.loss_spike, job.zero.loss_spike_actions)
@@ -136,26 +159,6 @@ class Zero3Worker:
         self._generation: int | None = None
         self._saved_step = self.step if resumed is not None else -1
 
-    def _newest_checkpoint(self) -> tuple[ray.train.Checkpoint, SavedState] | None:
-        """The newest whole one in the storage, the same on all ranks. Ray Train may not know it yet: its controller
-        fetches reports now and then. Collective."""
-        reported = ray.train.get_checkpoint()
-        reported_name = "" if reported is None else Path(reported.path).name
-        chosen = [zero3.newest_whole(Storage(self.job.storage_uri), reported_name) if self.rank == 0 else None]
-        dist.broadcast_object_list(chosen, device=self.device)
-        if chosen[0] is None:
-            return None
-        (name, state), storage = chosen[0], ray.train.get_context().get_storage()
-        path = storage.build_checkpoint_path_from_name(name)
-        checkpoint = ray.train.Checkpoint(path, storage.storage_filesystem)
-        if zero3.age_key(name) > zero3.age_key(reported_name):  # else Ray Train would never remove it
-            ray.train.report(
-                {"step": state.step, "num_workers": state.num_workers},
-                checkpoint=checkpoint,
-                checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
-            )
-        return checkpoint, state
-
     # ------------------------------------------------------------ the loop
 
     def steps(self) -> Iterator[int]:
@@ -164,13 +167,9 @@ class Zero3Worker:
         dist.barrier()
         generation = torch.zeros((), dtype=torch.int64, device=self.device)
         if self.rank == 0:
-            attempt = Attempt(
-                step=self.step,
-                mesh={"dp": self.mesh.dp, "cp": self.mesh.cp},
-                reason=self._reason,
-                resumed_from=self._resumed_from,
-            )
-            generation.fill_(ray.get(self.job.records.begin.remote(attempt)))
+            mesh, stored = {"dp": self.mesh.dp, "cp": self.mesh.cp}, Storage(self.job.storage_uri).folders()
+            attempt = Attempt(step=self.step, mesh=mesh, reason=self._reason, resumed_from=self._resumed_from)
+            generation.fill_(ray.get(self.job.records.begin.remote(attempt, stored)))
         dist.broadcast(generation, 0)
         self._generation = int(generation)
         for step in range(self.step, self.task.step.steps):
@@ -216,14 +215,9 @@ class Zero3Worker:
             assert self._generation is not None
             metrics = outcome.metrics(rate, time.monotonic() - begun_s, self.mesh, self._generation)
             self.job.records.step.remote(metrics, remark_on(outcome, self.feed.sample_ids))
-        raise_for_skips(
-            outcome,
-            self.skipped_in_a_row,
-            self.task.optim.max_skipped,
-            self.feed.sample_ids,
-            never_applied=self.skipped_in_a_row == self.step == self.task.step.steps,
-            goes_back=False,
-        )
+        limit, ids, steps = self.task.optim.max_skipped, self.feed.sample_ids, self.task.step.steps
+        never = self.skipped_in_a_row == self.step == steps
+        raise_for_skips(outcome, self.skipped_in_a_row, limit, ids, never_applied=never, goes_back=False)
         return outcome.loss
 
     def save(self) -> None:
@@ -235,11 +229,8 @@ class Zero3Worker:
             self.engine.save(Path(folder))
             paths = (path for path in Path(folder).rglob("*") if path.is_file())
             files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
-            ray.train.report(
-                {"step": self.step, "num_workers": self.size},
-                checkpoint=ray.train.Checkpoint.from_directory(folder),
-                checkpoint_dir_name=name,
-            )
+            metrics = {"step": self.step, "num_workers": self.size}
+            ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder), checkpoint_dir_name=name)
         parts: list[dict[str, int]] = [{}] * self.size
         dist.all_gather_object(parts, files)  # and every rank's files are stored
         self._saved_step = self.step

@@ -7,14 +7,17 @@ names them: without it a checkpoint is unfinished, and does not count.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import field
 
 from elastic_ring.errors import CheckpointDamaged
 from elastic_ring.files import few, plain_json
 from elastic_ring.state.storage.folder import Storage
 from elastic_ring.validation import NonNegativeInt, PositiveInt, from_plain, settings
+
+log = logging.getLogger(__name__)
 
 STATE, UNFINISHED = "elastic_ring.json", "unfinished"
 _FOLDER = re.compile(r"checkpoint-([0-9]{9,12})-([0-9]{1,9})")
@@ -54,14 +57,17 @@ def _state_of(storage: Storage, folder: str) -> SavedState | str:
     return f"lacks {few(wrong, 3)}" if wrong else state
 
 
-def newest_whole(storage: Storage, reported: str) -> tuple[str, SavedState] | None:
-    """The newest checkpoint that counts; None where all are unfinished. `reported`: the folder that Ray Train has, the
-    only one of an older version that counts. Raises CheckpointDamaged where each is damaged."""
-    states = saved(storage)
-    for folder, state in states.items():
-        if isinstance(state, SavedState) and (state.files or folder == reported):
+def newest_whole(storage: Storage, reported: Collection[str]) -> tuple[str, SavedState] | None:
+    """The newest checkpoint that counts, or None. `reported`: the folders that Ray Train has, of an older version's the
+    only ones that count. Raises CheckpointDamaged where none counts, but one is damaged or reported."""
+    damaged = list[str]()
+    for folder, state in saved(storage).items():
+        if isinstance(state, SavedState) and (state.files or folder in reported):
+            if damaged:
+                log.warning("%s is taken, as newer ones are not whole: %s", folder, few(damaged, 3))
             return folder, state
-    for folder, state in states.items():
-        if isinstance(state, str) and state != UNFINISHED:
-            raise CheckpointDamaged(f"{storage.at(folder)} {state}", path=storage.at(folder))
+        if isinstance(state, str) and (state != UNFINISHED or folder in reported):
+            damaged.append(f"{storage.at(folder)} {state}")
+    if wrong := few(damaged or [f"{storage.at(name)} is gone" for name in filter(_FOLDER.fullmatch, reported)], 3):
+        raise CheckpointDamaged(f"no checkpoint is whole: {wrong}", path=storage.uri)
     return None

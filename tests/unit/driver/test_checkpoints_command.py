@@ -44,7 +44,7 @@ def test_list_shows_each_checkpoint_newest_first_and_what_does_not_count(storage
     assert left == "in no checkpoint: 1 file(s), 4 B, 0 upload(s)"
 
 
-def test_of_zero3_in_ray_train_the_newest_whole_one_is_taken_listed_and_left_to_ray_train(storage, capsys):
+def test_of_zero3_in_ray_train_the_newest_whole_one_is_taken_listed_and_left_to_ray_train(storage, capsys, caplog):
     def save_zero3(folder: str, files: dict[str, int] | None) -> None:
         storage.write(f"{folder}/zero3/rank_0.pt", [b"shard"])
         if files is not None:
@@ -53,19 +53,29 @@ def test_of_zero3_in_ray_train_the_newest_whole_one_is_taken_listed_and_left_to_
 
     whole, old, undone = "checkpoint-000000020-2", "checkpoint-000000010-1", "checkpoint-000000030-1"
     save_zero3("checkpoint-000000024-2", None)
-    assert zero3.newest_whole(storage, "") is None, "its writers were killed before all files were there"
+    assert zero3.newest_whole(storage, []) is None, "its writers were killed before all files were there"
+    for reported, why in (("checkpoint-000000024-2", "024-2 unfinished"), (old, "010-1 is gone")):
+        with pytest.raises(CheckpointDamaged, match=f"no checkpoint is whole: .*{why}"):  # not step 0 without a word
+            zero3.newest_whole(storage, [reported])
     save_zero3("checkpoint-000000022-2", {"zero3/rank_0.pt": 5, "zero3/rank_1.pt": 5})
     with pytest.raises(CheckpointDamaged, match=r"000000022-2 lacks 'zero3/rank_1.pt' of 5 bytes"):
-        zero3.newest_whole(storage, "")
+        zero3.newest_whole(storage, [])
     save_zero3(old, {})
     with pytest.raises(CheckpointDamaged):
-        zero3.newest_whole(storage, "")
-    assert zero3.newest_whole(storage, old) == (old, zero3.SavedState(10, 2)), "an older version's, as Ray Train has it"
+        zero3.newest_whole(storage, [])
+    assert zero3.newest_whole(storage, [old]) == (old, zero3.SavedState(10, 2)), (
+        "an older version's, as Ray Train has it"
+    )
     save_zero3(undone, {"zero3/rank_0.pt": 5})
     save_zero3(whole, {"zero3/rank_0.pt": 5})
-    newest = zero3.newest_whole(storage, old)
+    caplog.clear()
+    newest = zero3.newest_whole(storage, [old])
     assert newest is not None
     assert newest[0] == whole, "a later group's is newer, whatever its step"
+    (told,) = caplog.messages
+    assert re.fullmatch(
+        f"{whole} is taken, as newer ones are not whole: .*022-2 lacks 'zero3/rank_1.pt' of 5 bytes", told
+    )
 
     assert command_line(["checkpoints", "list", storage.uri]) == 0
     rows = capsys.readouterr().out.splitlines()[1:]
@@ -75,7 +85,9 @@ def test_of_zero3_in_ray_train_the_newest_whole_one_is_taken_listed_and_left_to_
     assert re.fullmatch(rf" *20 +2 +2 workers +\d+ B +2 +\d s ago +{storage.at(whole)}", rows[2])
     for verb in ("verify", "prune", "export --to=/tmp"):
         assert main([*verb.split(), storage.uri]) == 2
-        assert "is of ZeRO-3 in Ray Train: " in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "is of ZeRO-3 in Ray Train: " in told
+        assert ("unfinished ones remove by hand" in told) == (verb == "prune"), "Ray Train does not know them"
     assert storage.exists(old)
 
 

@@ -224,15 +224,22 @@ def has_ended(path: Path, proto: Any) -> bool:
 def test_weights_and_biases_offline_has_each_step_once_over_drivers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb")
     proto = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     monkeypatch.setenv("WANDB_SILENT", "true")
     records = Records(tmp_path)
     records.steps(0, 1, 2)
-    tell(tmp_path, WandB("test", mode="offline"))
+    wandb = pytest.importorskip("wandb")
+
+    class WithRowsOfItsOwn(WandB):
+        def on_step(self, metrics: StepMetrics) -> None:
+            if metrics.step < 3:
+                wandb.run.log({"own": metrics.step})
+            super().on_step(metrics)
+
+    tell(tmp_path, WithRowsOfItsOwn("test", mode="offline"))
     records.steps(3, 4, 5)
     records.others()
-    tell(tmp_path, WandB("test", mode="offline"))
+    tell(tmp_path, WithRowsOfItsOwn("test", mode="offline"))
     wait_for_end(tmp_path, proto, num_runs=2)
     rows, numbers, ids = [], list[int](), set()
     for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
@@ -246,6 +253,7 @@ def test_weights_and_biases_offline_has_each_step_once_over_drivers(
                     {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
                 )
     assert numbers == list(range(len(rows))), "a sync of both files joins them"
+    assert [row["own"] for row in rows if "own" in row] == [0, 1, 2], "each beside the tracker's"
     assert ids == {json.loads((tmp_path / "callbacks.json").read_text())["id"]}
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in EXPECTED}
     for row in rows:
