@@ -315,3 +315,54 @@ def test_a_ray_dataset_feeds_a_number_of_workers_that_ray_train_chooses(tmp_path
     assert len({line["samples"] for line in steps}) == 12
     # Each of the 12 sequences of a step has 128 targets, less those at the ends of documents.
     assert all(12 * 120 < line["num_tokens"] <= 12 * 128 for line in steps)
+
+
+REPORTS = """
+import json
+import sys
+import tempfile
+from pathlib import Path
+import ray
+import ray.train
+import torch
+from ray.train.torch import TorchConfig, TorchTrainer
+from elastic_ring.integrations.ray_train.worker import newest_checkpoint
+from elastic_ring.state.checkpoints.zero3 import STATE
+
+def known():
+    return [Path(each.checkpoint.path).name for each in ray.train.get_all_reported_checkpoints()]
+
+def train(config):
+    folder = Path(config["folder"]) / "zero3"
+    for name in ("checkpoint-000000020-2", "checkpoint-000000030-1", "checkpoint-000000040-3"):
+        state = json.dumps({"step": 20, "num_workers": 1, "files": {"shard": 5}})
+        if name.endswith("3"):  # Ray Train has not heard of it
+            newest_checkpoint(str(folder), 0, torch.device("cpu"))
+            known_before = known()
+            (folder / name).mkdir()
+            (folder / name / "shard").write_text("whole")
+        else:
+            with tempfile.TemporaryDirectory() as own:
+                (Path(own) / "shard").write_text("whole")
+                own = ray.train.Checkpoint.from_directory(own)
+                ray.train.report({"step": 20}, checkpoint=own, checkpoint_dir_name=name)
+        (folder / name / STATE).write_text(state)
+    chosen, _ = newest_checkpoint(str(folder), 0, torch.device("cpu"))
+    out = {"before": known_before, "chosen": Path(chosen.path).name, "after": known()}
+    (Path(config["folder"]) / "known.json").write_text(json.dumps(out))
+
+ray.init(address="local", num_cpus=2, include_dashboard=False)
+TorchTrainer(
+    train, train_loop_config={"folder": sys.argv[1]}, torch_config=TorchConfig(backend="gloo"),
+    scaling_config=ray.train.ScalingConfig(num_workers=1),
+    run_config=ray.train.RunConfig(name="zero3", storage_path=sys.argv[1]),
+).fit()
+"""
+
+
+def test_ray_train_is_told_once_of_a_checkpoint(tmp_path):
+    """Twice, with the newest by name not its latest, it would remove the folder that is being read."""
+    ran(sys.executable, "-c", REPORTS, str(tmp_path), env=ENVIRONMENT)
+    known = json.loads((tmp_path / "known.json").read_text())
+    two = ["checkpoint-000000020-2", "checkpoint-000000030-1"]
+    assert known == {"before": two, "chosen": "checkpoint-000000040-3", "after": [*two, "checkpoint-000000040-3"]}
