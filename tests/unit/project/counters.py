@@ -44,7 +44,7 @@ BOUNDS = {
     "methods of the largest class": Bound(25, 25),
     "lines with dict[str, Any], Mapping[str, Any] or an alias": Bound(101, 150),
     "names that are no names": Bound(0, 0),
-    "lines of tests": Bound(63_900, 56_000),
+    "lines of tests": Bound(64_100, 56_000),
 }
 """A change that makes a counter better lowers its bound. Who raises one says why."""
 
