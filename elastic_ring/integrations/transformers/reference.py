@@ -59,6 +59,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
 )
 """Names of sizes, of any family, and the most that a shrunk model has of each."""
 _LENGTHS = re.compile(r"sliding_window(_size)?|local_attention|floor_scale|original_max_position_embeddings")
+_PLACES = re.compile(r"layer_?(idx|index|id|number)$")
 _POSITIONS = re.compile(r"max_position_embeddings|n_positions|n_ctx|max_seq_len")
 
 
@@ -68,11 +69,16 @@ def compared(model: RingModel, context_tokens: int) -> RingModel:
     Raises ValueError where the model, shrunk, trains something else than transformers, or cannot be compared.
     """
     plain = shrunk(model.config.to_dict(), context_tokens, model.num_compared_layers, is_dense=model.windows == "dense")
-    config_json = json.dumps(plain, sort_keys=True)
-    difference = _difference(config_json, model.positions)
-    if not difference:
+    # A balancing loss counts a sequence, so that with one there is one document.
+    packed = [{**plain, "output_router_logits": False}] if plain.get("output_router_logits") else []
+    configs = [json.dumps(each, sort_keys=True) for each in (plain, *packed)]
+
+    def differs(positions: Positions) -> str:
+        return next(filter(None, (_difference(config_json, positions) for config_json in configs)), "")
+
+    if not (difference := differs(model.positions)):
         return model
-    if not _difference(config_json, "document"):
+    if not differs("document"):
         return replace(model, positions="document")
     raise ValueError(f"model_type={plain['model_type']!r}: {difference}; choose another model")
 
@@ -91,12 +97,15 @@ def _kind(layer: nn.Module) -> object:
         (
             name,
             type(module).__name__,
-            *((key, value) for key, value in vars(module).items() if isinstance(value, bool | str | None)),
-            *((key, value) for key, value in vars(module).items() if "window" in key and isinstance(value, int)),
+            *((key, value) for key, value in vars(module).items() if _is_setting(key, value)),
             *((key, tuple(param.shape)) for key, param in module.named_parameters(recurse=False)),
         )
         for name, module in layer.named_modules()
     )
+
+
+def _is_setting(name: str, value: object) -> bool:
+    return isinstance(value, str | int | None) and not _PLACES.search(name)
 
 
 def shrunk(config: Any, context_tokens: int, num_layers: int, *, is_dense: bool) -> Any:
@@ -121,6 +130,8 @@ def shrunk(config: Any, context_tokens: int, num_layers: int, *, is_dense: bool)
         if _LENGTHS.fullmatch(name):
             is_short = 0 < value < context_tokens and not (is_dense and "window" in name)
             return SHORT_TOKENS if is_short else LONG_TOKENS if value else value
+        if name in ("partial_rotary_factor", "rotary_pct"):  # of a head of 16, an even number
+            return max(2, 2 * round(8 * value)) / 16
         if _POSITIONS.fullmatch(name):
             return LONG_TOKENS
         if name in ("num_key_value_heads", "kv_n_heads", "num_global_key_value_heads"):  # groups stay groups
@@ -148,31 +159,15 @@ class _Shuffled(PatternedAttention):
         return super().document_positions(positions)[:, self.order]
 
 
-@lru_cache(maxsize=64)
 def _difference(config_json: str, positions: Positions) -> str:
     """Why the model of this config is not that of transformers; empty if it is."""
-    from elastic_ring.integrations.transformers.model import RingModel, traced_model
-
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), _one_thread():
-            torch.manual_seed(SEED)
-            own, _ = traced_model(RingModel(config_json, loss_chunk_tokens=NUM_TOKENS // 4, positions=positions))
-            config = own.config
-            module = own().train()
-            base = class_of(config)._from_config(
-                config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-            )
-            _fill(module)
-            base.load_state_dict(module.state_dict())
-            sample = _sample(1 if has_balancing_loss(config) else len(DOCUMENT_STARTS), int(config.vocab_size))
-            ring = _ring_gradients(own, module, sample)
-            expected = _plain_gradients(base.train(), sample)
+        worst, part = _worst(config_json, positions)
     except Exception as error:  # whatever a family's code raises
         return (
             "a small model of its config cannot be compared with transformers "
             f"({type(error).__name__}: {cut(str(error), 300)})"
         )
-    worst, part = max(_errors(ring, expected))
     if worst <= TOLERANCE:
         return ""
     return (
@@ -181,15 +176,50 @@ def _difference(config_json: str, positions: Positions) -> str:
     )
 
 
+@lru_cache(maxsize=64)
+def _worst(config_json: str, positions: Positions) -> tuple[float, str]:
+    """The largest relative error, and of what."""
+    from elastic_ring.integrations.transformers.model import RingModel, traced_model
+
+    with _apart():
+        own, _ = traced_model(RingModel(config_json, loss_chunk_tokens=NUM_TOKENS // 4, positions=positions))
+        config = own.config
+        module = own().train()
+        base = class_of(config)._from_config(
+            config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        )
+        _fill(module)
+        base.load_state_dict(module.state_dict())
+        sample = _sample(1 if has_balancing_loss(config) else len(DOCUMENT_STARTS), int(config.vocab_size))
+        ring = _ring_gradients(own, module, sample)
+        return max(_errors(ring, _plain_gradients(base.train(), sample)))
+
+
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Small products are not cut among threads: it takes longer, and sums in another order."""
-    number = torch.get_num_threads()
+def _apart() -> Iterator[None]:
+    """On the CPU in fp32 whatever the process has set, with random numbers of its own, and without transformers' words
+    about small sizes. Small products are not cut among threads: it takes longer, and sums in another order."""
+    from transformers.utils import logging
+
+    mkldnn: Any = torch.backends.mkldnn
+    number, verbosity, matmul = torch.get_num_threads(), logging.get_verbosity(), mkldnn.matmul
+    precision, matmul.fp32_precision = matmul.fp32_precision, "ieee"  # fp32 as bf16, on some CPUs
     torch.set_num_threads(1)
+    logging.set_verbosity_error()
     try:
-        yield
+        with (
+            torch.device("cpu"),
+            torch.random.fork_rng(devices=[]),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):
+            torch.default_generator.manual_seed(SEED)
+            yield
     finally:
+        logging.set_verbosity(verbosity)
         torch.set_num_threads(number)
+        matmul.fp32_precision = precision
 
 
 def _fill(module: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -76,27 +77,57 @@ def test_windows_are_compared_unless_the_user_wants_none(family: str, monkeypatc
     compared(ring, CONTEXT)
     compared(replace(ring, windows="dense"), CONTEXT)
     monkeypatch.setattr(RingModel, "pattern", lambda *_: None)
-    reference._difference.cache_clear()
+    reference._worst.cache_clear()
     with pytest.raises(ValueError, match="it would train another model than transformers: the gradient of"):
         compared(ring, CONTEXT)
 
 
 def test_a_run_compares_once_and_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     ring, state, number = ring_model(FAMILIES["gemma3"]()), torch.get_rng_state(), torch.get_num_threads()
-    reference._difference.cache_clear()
+    reference._worst.cache_clear()
     for context in (2048, CONTEXT, CONTEXT):
         ring.ring_parts(StepConfig(context_tokens=context))
-    assert reference._difference.cache_info().misses == 1
+    assert reference._worst.cache_info().misses == 1
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == number
+
+
+def medium() -> Any:
+    stack = ExitStack()
+    stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    torch.set_float32_matmul_precision("medium")
+    return stack
+
+
+SETTINGS = {
+    "coarse products": medium,
+    "another device": lambda: torch.device("meta"),
+    "inference": torch.inference_mode,
+    "bf16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_the_process_has_set_refuses_no_model(name: str) -> None:
+    ring = ring_model(FAMILIES["llama, tied"]())
+    reference._worst.cache_clear()
+    with SETTINGS[name]():
+        assert compared(ring, CONTEXT) is ring
+
+
+def test_layers_that_differ_by_a_number_are_two_kinds() -> None:
+    ring = ring_model(T.SmolLM3Config(**{**SMALL, "num_hidden_layers": 8}))
+    assert ring.num_compared_layers == 8, "its fourth and eighth layers have no rotation"
 
 
 def test_what_cannot_be_compared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = ring_model(FAMILIES["llama, tied"]())
     monkeypatch.setattr(reference, "_fill", lambda _: 1 // 0)
-    reference._difference.cache_clear()
+    reference._worst.cache_clear()
     with pytest.raises(ValueError, match=r"'llama': a small model .* cannot be compared .* \(ZeroDivisionError"):
         ring.ring_parts(StepConfig(context_tokens=32))
+    monkeypatch.undo()
+    ring.ring_parts(StepConfig(context_tokens=32))
 
 
 def test_a_shrunk_model_has_two_layers_of_each_kind_and_small_sizes() -> None:

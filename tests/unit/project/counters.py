@@ -37,7 +37,7 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "lines of the package": Bound(67_660, 60_000),
+    "lines of the package": Bound(67_700, 60_000),
     "modules besides __init__.py": Bound(286, 300),  # reference.py: a shrunk model beside plain transformers
     "functions": Bound(3_490, 3_400),
     "lines of a function, median": Bound(8, 8, is_floor=True),
