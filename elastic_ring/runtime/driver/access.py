@@ -57,7 +57,7 @@ def find(*, starts: bool = False) -> str:
     if address not in FINDS or (address == "local" and starts):
         return "" if address == "local" else address
     is_optional = starts and not address
-    heads = [head] if (head := local_head()) else sorted(_heads_of_raylets(begun=is_optional))
+    heads = [head] if (head := local_head()) else sorted(filter(is_listening, _heads_of_raylets(begun=is_optional)))
     if len(heads) > 1:
         raise ValueError(f"RAY_ADDRESS: Ray clusters of {', '.join(heads)} run on this machine: set it to {CHOICE}")
     if not heads and not is_optional:
@@ -162,16 +162,24 @@ def ended_part(parts: Mapping[str, psutil.Process]) -> str:
 
 
 def _heads_of_raylets(*, begun: bool) -> set[str]:
-    """The clusters of this user's and root's Rays on this machine, of those `begun` by `ray start` or of all: with
-    `--temp-dir` they leave no file where it is looked for, and `ray.init()` leaves none."""
+    """The clusters of this user's and root's Rays on this machine, out of containers: of those `begun` by `ray start`
+    or of all. With `--temp-dir` they leave no file where it is looked for, and `ray.init()` leaves none."""
     heads = set()
     for process in psutil.process_iter(["cmdline", "uids", "ppid"]):
         words, users = process.info["cmdline"], process.info["uids"]
-        if words and users and users.effective in (os.geteuid(), 0) and Path(words[0]).name == "raylet":
-            if begun and _is_embedded(words, process.info["ppid"]):
+        if words and users and {*users} <= {os.geteuid(), 0} and Path(words[0]).name == "raylet":
+            if (begun and _is_embedded(words, process.info["ppid"])) or _depth(process.pid) != _depth("self"):
                 continue
             heads |= {word.partition("=")[2] for word in words if word.startswith("--gcs-address=")}
     return heads - {""}
+
+
+def _depth(process: int | str) -> int:
+    """How many nested namespaces number a process: of one in a container they are more. 0: not known."""
+    with suppress(OSError):
+        status = Path(f"/proc/{process}/status").read_text(errors="replace")
+        return len(status.partition("\nNSpid:")[2].partition("\n")[0].split())
+    return 0
 
 
 def _is_embedded(words: list[str], parent: int) -> bool:
@@ -222,9 +230,8 @@ def _stored(name: str | Path) -> dict[str, str]:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             file.write(token)
         try:
-            os.link(new, path)  # nobody sees half a token, and one that came meanwhile stays
-        except FileExistsError:
-            pass
+            with suppress(FileExistsError):
+                os.link(new, path)  # nobody sees half a token, and one that came meanwhile stays
         finally:
             new.unlink()
     except (OSError, RuntimeError) as error:  # the latter for a user without a name and HOME

@@ -6,14 +6,13 @@ Asked by every door: the trainer, ZeRO-3, the drills. Nothing that needs a Ray c
 from __future__ import annotations
 
 import os
-import pickletools
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, BinaryIO
 
 import ray
 from ray import cloudpickle
@@ -132,21 +131,35 @@ def check_task(task: TrainingTask, cp: int, device: str) -> None:
         check_pattern(task, cp, layouts)
     check_rows(task)
     try:
-        texts = {text for _, text, _ in pickletools.genops(cloudpickle.dumps(task)) if isinstance(text, str)}
+        with open(os.devnull, "wb") as nowhere:  # it may be as large as the model
+            (pickler := _Pickler(nowhere)).dump(task)
     except Exception as error:
         raise ValueError(
             f"the model, loss, optimizer, data or initial cannot be sent to workers ({type(error).__name__}: {error}): "
             "give functions and classes of a module, or plain objects, without open files, locks or threads in them"
         ) from error
     if not ray.is_initialized():  # which may have been given an environment with more
-        check_importable(texts & sys.modules.keys())
+        check_importable(pickler.modules & sys.modules.keys())
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Its `modules` are those that workers import to read the pickle: of what is pickled by its name alone."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self.modules = set[str]()
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        if reduced is NotImplemented and isinstance(obj, type | ModuleType | FunctionType | BuiltinFunctionType):
+            self.modules.add(getattr(obj, "__module__", obj.__name__))
+        return reduced
 
 
 def check_importable(modules: Iterable[str]) -> None:
     """Raises ValueError for one of the loaded `modules` that another Python in this folder does not find, as workers
     would not. Ray gives them the folder of the driver's script and its working directory."""
     importable = {"__main__", "torch", __name__.partition(".")[0], *sys.stdlib_module_names}
-    importable |= cloudpickle.list_registry_pickle_by_value()
     files = {name: getattr(sys.modules[name], "__file__", None) for name in modules if name not in importable}
     names = sorted({name.partition(".")[0] for name, file in files.items() if file} - importable)
     folder = os.path.dirname(os.path.realpath(sys.argv[0]))

@@ -10,7 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from elastic_ring.config import environment
 from elastic_ring.runtime.driver import access, ray_session
 
 OWN = "a" * 64
+WAIT = "import sys; print(flush=True); sys.stdin.read()"
 
 
 @pytest.fixture(scope="module", params=["disabled", "token"])
@@ -126,32 +127,43 @@ def test_only_a_cluster_of_this_user_or_root_is_joined_unasked(tmp_path, monkeyp
 
 
 def test_a_ray_without_a_file_is_found_by_its_raylet_if_it_is_this_users(monkeypatch):
-    own, theirs = "10.9.8.7:1", "10.9.8.7:2"
-    wait = "import os, sys; {}; print(flush=True); sys.stdin.read()"
-    with raylet(own, wait.format("pass")), raylet(theirs, wait.format("os.getuid() or os.setuid(65534)")):
+    own, theirs, raised = "10.9.8.7:1", "10.9.8.7:2", "10.9.8.7:3"
+    with (
+        raylet(own, WAIT),
+        raylet(theirs, "import os; os.getuid() or os.setuid(65534); " + WAIT),
+        raylet(raised, "import os; os.getuid() or os.setresuid(65534, 0, 0); " + WAIT),
+    ):
         found = access._heads_of_raylets(begun=True)
         assert own in found
-        assert (theirs in found) == (os.geteuid() != 0)
+        assert found & {theirs, raised} == ({theirs, raised} if os.geteuid() else set())
         with seen_by_another(monkeypatch):
             assert (own in access._heads_of_raylets(begun=True)) == (os.getuid() == 0)
 
 
 def test_the_ray_that_another_command_started_for_itself_is_joined_only_by_commands_that_start_none(monkeypatch):
-    wait, session = (
-        "print(flush=True); import sys; sys.stdin.read()",
-        "/tmp/ray/session_2026-01-01_00-00-00_000001_{}/a",
-    )
+    session = "/tmp/ray/session_2026-01-01_00-00-00_000001_{}/a"
     monkeypatch.setattr(access, "local_head", lambda: None)
     with (
-        raylet("10.9.8.7:1", wait, session.format(os.getpid())),
-        raylet("10.9.8.7:2", wait, session.format(os.getpid() + 1)),
+        raylet("10.9.8.7:1", WAIT, session.format(os.getpid())),
+        raylet("10.9.8.7:2", WAIT, session.format(os.getpid() + 1)),
     ):
         assert access._heads_of_raylets(begun=True) & {"10.9.8.7:1", "10.9.8.7:2"} == {"10.9.8.7:2"}
         assert access._heads_of_raylets(begun=False) >= {"10.9.8.7:1", "10.9.8.7:2"}
 
 
+def test_the_ray_of_a_container_is_not_found_on_its_host():
+    inside = ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*inside, "true"], capture_output=True).returncode:
+        pytest.skip("this user may make no namespace")
+    words = [*inside, "bash", "-c", 'exec -a raylet "$@"', "-", sys.executable]
+    with raylet("10.9.8.7:1", WAIT), raylet("10.9.8.7:2", WAIT, before=words):
+        for begun in (True, False):
+            assert access._heads_of_raylets(begun=begun) & {"10.9.8.7:1", "10.9.8.7:2"} == {"10.9.8.7:1"}
+
+
 def test_one_rule_says_which_cluster_every_command_joins(monkeypatch):
     monkeypatch.setattr(access, "local_head", lambda: None)
+    monkeypatch.setattr(access, "is_listening", lambda head: head != "dead:1")
     begun, embedded = {"begun:1"}, {"begun:1", "embedded:1"}
     for address, heads, starting, other in (
         ("", (begun, embedded), "begun:1", None),
@@ -161,7 +173,7 @@ def test_one_rule_says_which_cluster_every_command_joins(monkeypatch):
         ("far:1", (begun, begun), "far:1", "far:1"),
     ):
         monkeypatch.setenv("RAY_ADDRESS", address)
-        monkeypatch.setattr(access, "_heads_of_raylets", lambda begun, heads=heads: heads[0 if begun else 1])
+        monkeypatch.setattr(access, "_heads_of_raylets", lambda begun, heads=heads: {*heads[not begun], "dead:1"})
         assert access.find(starts=True) == starting
         if other is None:
             with pytest.raises(ValueError, match=r"RAY_ADDRESS: .* set it to"):
@@ -177,6 +189,7 @@ def test_one_rule_says_which_cluster_every_command_joins(monkeypatch):
 def test_of_several_clusters_on_this_machine_none_is_taken_by_chance(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(access, "local_head", lambda: None)
+    monkeypatch.setattr(access, "is_listening", lambda head: True)
     for heads, told in (
         ({"b:2", "a:1"}, "RAY_ADDRESS: Ray clusters of a:1, b:2 run on this machine"),
         (set(), "no Ray cluster"),
@@ -187,9 +200,10 @@ def test_of_several_clusters_on_this_machine_none_is_taken_by_chance(monkeypatch
 
 
 @contextmanager
-def raylet(address: str, code: str, *more: str) -> Iterator[None]:
-    words = ["raylet", "-c", code, f"--gcs-address={address}", *more]
-    with subprocess.Popen(words, executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+def raylet(address: str, code: str, *more: str, before: Sequence[str] = ("raylet",)) -> Iterator[None]:
+    words = [*before, "-c", code, f"--gcs-address={address}", *more]
+    program = sys.executable if before == ("raylet",) else None
+    with subprocess.Popen(words, executable=program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.readline()

@@ -8,11 +8,12 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -322,15 +323,36 @@ def test_a_restored_trainer_goes_on_in_its_run_or_begins_at_exactly_the_checkpoi
 
 def test_a_module_that_workers_would_not_find_is_refused_by_name_before_ray_starts(tmp_path, monkeypatch):
     """`sys.path` of the driver is its own: workers have the folder of its script, and its working directory."""
-    (tmp_path / "er_elsewhere.py").write_text("def loss(model, batch):\n    return model(batch)\n")
+    code = "def loss(model, batch):\n    return model(batch)\nclass Loss:\n    __call__ = loss\n"
+    (tmp_path / "er_elsewhere.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     elsewhere = importlib.import_module("er_elsewhere")
     notebook: dict[str, Any] = {"__name__": "__main__"}
     exec("import er_elsewhere\ndef loss(model, batch):\n    return er_elsewhere.loss(model, batch)\n", notebook)
     told = r"module 'er_elsewhere' \(.*er_elsewhere\.py\): workers could not import it: .* PYTHONPATH"
-    for loss in (elsewhere.loss, notebook["loss"]):
+    for loss in (elsewhere.loss, elsewhere.Loss(), notebook["loss"], partial(elsewhere.loss)):
         task = replace(train.build(train.parse([])).task, loss=loss)
         with pytest.raises(ValueError, match=told):
             check_task(task, 1, "cpu")
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "script.py")])
     check_task(task, 1, "cpu")
+
+
+def test_a_module_of_the_driver_alone_is_not_looked_for_whatever_its_name(tmp_path, monkeypatch):
+    for name in ("data", "validation", "model", "loss", "optim"):
+        module = ModuleType(name)
+        module.__file__ = str(tmp_path / f"{name}.py")
+        monkeypatch.setitem(sys.modules, name, module)
+    check_task(train.build(train.parse([])).task, 1, "cpu")
+
+
+def test_the_check_of_a_task_keeps_no_copy_of_what_is_in_it():
+    task = train.build(train.parse([])).task
+    size = 1 << 26
+    task = replace(task, loss=partial(task.loss, weights=bytes(size)))
+    tracemalloc.start()
+    try:
+        check_task(task, 1, "cpu")
+        assert tracemalloc.get_traced_memory()[1] < size
+    finally:
+        tracemalloc.stop()
