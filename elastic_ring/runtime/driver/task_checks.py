@@ -142,7 +142,7 @@ def check_task(task: TrainingTask, cp: int, device: str) -> None:
         check_importable(pickler.modules & sys.modules.keys())
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):
     """Its `modules` are those that workers import to read the pickle: of what is pickled by its name alone."""
 
     def __init__(self, file: BinaryIO) -> None:
