@@ -185,7 +185,7 @@ def test_a_run_dir_that_is_a_file_is_refused_before_ray_is_joined(tmp_path, monk
 @pytest.mark.parametrize("is_local", [True, False])
 def test_a_model_folder_that_cannot_be_is_refused_before_a_cluster_is_joined(is_local, tmp_path, monkeypatch, capsys):
     without_ray(monkeypatch)
-    monkeypatch.setattr(ray_session, "is_local", lambda: is_local)
+    monkeypatch.setattr(ray_session.access, "find", lambda **how: "" if is_local else "far:1")
     flags = ["--model-folder", str(tmp_path), "--dp", "1", "--cp", "1", "--run-dir", str(tmp_path / "run")]
     (tmp_path / "config.json").mkdir()
     assert train.main(flags) == 2
