@@ -24,8 +24,8 @@ from typing import Any
 MAX_JSON_BYTES = 1 << 26
 """The most bytes of a record. Lists of millions have limits of their own."""
 MAX_JSON_DEPTH = 64
-JSON_BYTES_PER_PART, MAX_FEW_PARTS = 32, 1 << 16
-"""JSON of a length may have so many texts, commas and brackets: Python's objects take up to 64 bytes for each."""
+JSON_PARTS = 1 << 23
+"""JSON may have so many texts, commas and brackets: Python's objects take up to 64 bytes for each."""
 MAX_TOML_BYTES = 1 << 18
 MAX_NAME_BYTES = 1024
 _JSON_PART = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[,\[{]', re.DOTALL)
@@ -174,14 +174,14 @@ def read_small(path: str | os.PathLike[str], most_bytes: int = MAX_JSON_BYTES, *
     return data
 
 
-def plain_json(data: bytes | str, most_bytes: int = MAX_JSON_BYTES) -> Any:
+def plain_json(data: bytes | str, most_bytes: int = MAX_JSON_BYTES, most_parts: int = JSON_PARTS) -> Any:
     """Parse JSON. Raises ValueError, also for JSON that is longer, of more values or nested deeper than it may be."""
     if len(data) > most_bytes:
         raise ValueError(f"JSON of {len(data)} bytes: there may be {most_bytes}")
     text = data if isinstance(data, str) else data.decode(json.detect_encoding(data), "surrogatepass")
-    most = max(most_bytes // JSON_BYTES_PER_PART, MAX_FEW_PARTS)
-    if sum(map(text.count, ",[{")) > most and next(itertools.islice(_JSON_PART.finditer(text), most, None), None):
-        raise ValueError(f"JSON of more than {most} texts, commas and brackets")
+    is_many = sum(map(text.count, ",[{")) > most_parts
+    if is_many and next(itertools.islice(_JSON_PART.finditer(text), most_parts, None), None):
+        raise ValueError(f"has more than {most_parts:,} values (texts, commas and brackets of JSON)")
     try:
         content = json.loads(text)
     except RecursionError:

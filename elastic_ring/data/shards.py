@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -126,6 +126,8 @@ class _RowBlock:
     config: TokenShards
     place: tuple[int, int] = (0, 0)
     """Of the column in a Parquet file: where it begins, and its bytes."""
+    checked: set[int] = field(default_factory=set, compare=False)
+    """Sizes of the file at which its pages were checked."""
 
     @property
     def name(self) -> str:
@@ -136,7 +138,9 @@ class _RowBlock:
             column = self.config.column
             with self.filesystem.open_input_file(self.path) as file:
                 if self.path.lower().endswith(_PARQUET):
-                    check_pages(file, *self.place)
+                    if (size := file.size()) not in self.checked:
+                        check_pages(file, *self.place)
+                        self.checked.add(size)
                     return pq.ParquetFile(file).read_row_group(self.block, columns=[column]).column(0)
                 return pa.chunked_array([sound(_open_arrow(file, column).get_batch(self.block)).column(0)])
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -25,13 +27,14 @@ from elastic_ring.data.manifest import Dropped
 from elastic_ring.data.preparation import MAX_RECORD_BYTES, OnBadInput
 from elastic_ring.data.preparation.chat import Conversations
 from elastic_ring.data.preparation.inputs import MAX_EXPANSION, WHOLE, Piece, Span, open_arrow, sound
-from elastic_ring.files import cut, plain_json
+from elastic_ring.files import JSON_PARTS, cut, plain_json
 
 log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 1 << 20
 NUM_ROWS = 256  # of Parquet that are decoded at once, at most
 OBJECT_BYTES = 64  # of a value of Python, besides its content
+RECORD_BYTES_PER_PART, LIST_BYTES_PER_PART = 32, 8  # texts, commas and brackets of JSON; lists are of short records
 MAX_NAMED = 20
 """How many bad inputs of a piece are named; all are counted."""
 MAX_WORDS = 500  # characters about one bad input
@@ -149,13 +152,25 @@ def text_problem(data: bytes) -> str:
     )
 
 
-def _parse_json(data: bytes, most_bytes: int | None = None) -> Any:
+def _parse_json(data: bytes, *, is_list: bool = False) -> Any:
     """Raises ValueError for anything but JSON in UTF-8; Python's own reader takes UTF-16 and UTF-32 as well."""
-    return plain_json(data.decode("utf-8-sig"), MAX_RECORD_BYTES if most_bytes is None else most_bytes)
+    if is_list:
+        return plain_json(data.decode("utf-8-sig"), len(data), max(len(data) // LIST_BYTES_PER_PART, JSON_PARTS))
+    most_parts = max(MAX_RECORD_BYTES // RECORD_BYTES_PER_PART, 1 << 16)
+    return plain_json(data.decode("utf-8-sig"), MAX_RECORD_BYTES, most_parts)
+
+
+def _plain_rows(batch: Any) -> Iterator[Callable[[], Any]]:
+    """What gives each row as Python's values, or raises ValueError where they would be too large."""
+    table, is_small = batch.to_struct_array(), False
+    with suppress(ValueError):  # of a type that its rows name
+        is_small = _num_bytes(table) <= MAX_RECORD_BYTES
+    if is_small:
+        return (scalar.as_py for scalar in table)
+    return (partial(_plain_row, table.slice(index, 1)) for index in range(len(table)))
 
 
 def _plain_row(row: Any) -> Any:
-    """Raises ValueError for a row that would be too large as Python's values."""
     if (num_bytes := _num_bytes(row)) > MAX_RECORD_BYTES:
         raise ValueError(f"it takes {num_bytes:,} bytes: there may be {MAX_RECORD_BYTES:,}")
     return row[0].as_py()
@@ -163,16 +178,34 @@ def _plain_row(row: Any) -> Any:
 
 def _num_bytes(column: Any) -> int:
     """What the values of a column take, of which a few bytes may name many."""
-    inner = column.nbytes * (OBJECT_BYTES * len(column) if pa.types.is_string_view(column.type) else 1)
     if isinstance(column, pa.StructArray):
         inner = sum(map(_num_bytes, column.flatten()))
+    elif isinstance(column, pa.MapArray):
+        first, last = column.offsets[0].as_py(), column.offsets[-1].as_py()
+        inner = sum(_num_bytes(part[first:last]) for part in (column.keys, column.items))
+    elif isinstance(column, (pa.ListViewArray, pa.LargeListViewArray)):  # which may name one value many times
+        inner = OBJECT_BYTES * (pc.sum(pc.list_value_length(column)).as_py() or 0)
+        inner = inner if inner > MAX_RECORD_BYTES else _num_bytes(column.flatten())
     elif isinstance(column, (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)):
         inner = _num_bytes(column.flatten())
     elif isinstance(column, pa.DictionaryArray):
-        inner = pc.sum(pc.take(pc.binary_length(column.dictionary), column.indices)).as_py() or 0
+        counts = column.indices.drop_null().value_counts()
+        lengths = _text_bytes(column.dictionary.take(counts.field("values")))
+        inner = int(np.dot(lengths, counts.field("counts").to_numpy()))
     elif pa.types.is_nested(column.type):
         raise ValueError(f"it has values of type {column.type}")
+    else:
+        inner = int(_text_bytes(column).sum()) if pa.types.is_string_view(column.type) else column.nbytes
     return OBJECT_BYTES * len(column) + inner
+
+
+def _text_bytes(column: Any) -> Any:
+    """The bytes of each text of a column; zeros for numbers."""
+    if not len(column) or pa.types.is_primitive(column.type):
+        return np.zeros(len(column), np.int64)
+    if pa.types.is_string_view(column.type):  # 16 bytes each, of which the first four say its length
+        return np.frombuffer(column.buffers()[1], np.int32)[4 * column.offset :: 4][: len(column)].astype(np.int64)
+    return pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -223,9 +256,10 @@ class _SpanReader:
             pass
         data = self._read_whole()
         try:
-            value = _parse_json(data, len(data))
+            value = _parse_json(data, is_list=True)
         except ValueError as error:
-            self._refuse(f"is no JSON: {type(error).__name__}: {error}")
+            is_json = not isinstance(error, (json.JSONDecodeError, UnicodeDecodeError))
+            self._refuse(str(error) if is_json else f"is no JSON: {type(error).__name__}: {error}")
             return
         for number, record in enumerate(value if isinstance(value, list) else [value], 1):
             yield from self._record(record, lambda record: record, f"record {number}")
@@ -235,9 +269,6 @@ class _SpanReader:
             parquet = pq.ParquetFile(file)
             stop = parquet.metadata.num_row_groups if self.span.stop == WHOLE else self.span.stop
             if columns := self._columns(parquet.schema_arrow):
-                if not self.content.is_text:  # a conversation may name one long text many times
-                    leaves = [parquet.schema.column(number).path for number in range(len(parquet.schema))]
-                    parquet = pq.ParquetFile(file, read_dictionary=leaves)
                 yield from self._rows(_parquet_batches(file, parquet, range(self.span.start, stop), columns))
 
     def _arrow(self) -> Iterator[bytes]:
@@ -268,14 +299,13 @@ class _SpanReader:
 
     def _rows(self, batches: Iterator[Any]) -> Iterator[bytes]:
         """The documents of tables, row by row: many rows may have one large value."""
-        is_text = self.content.is_text
-        tables = (batch.column(0) if is_text else batch.to_struct_array() for batch in batches)
-        rows = ((table, index) for table in tables for index in range(len(table)))
+        if not self.content.is_text:
+            for number, row in enumerate(itertools.chain.from_iterable(map(_plain_rows, batches)), 1):
+                yield from self._record(row, lambda row: row(), f"row {number}{self.span.part}")
+            return
+        rows = ((batch.column(0), index) for batch in batches for index in range(len(batch)))
         for number, (table, index) in enumerate(rows, 1):
             where = f"row {number}{self.span.part}"
-            if not is_text:
-                yield from self._record(table.slice(index, 1), _plain_row, where)
-                continue
             row = table[index]
             value = getattr(row, "value", row).as_buffer()  # a dictionary's row has its value in it
             if value is not None and len(value) > MAX_RECORD_BYTES:
@@ -351,13 +381,14 @@ class _SpanReader:
 # protocol, as the footer is. pyarrow's own view of a footer ends the process where its statistics are damaged.
 
 DAMAGED = (LookupError, RecursionError, StopIteration, TypeError, UnicodeDecodeError)
-FOOTER_END_BYTES, MAX_HEADER_BYTES, MAX_FIELD = 8, 1 << 16, 99
+FOOTER_END_BYTES, MAX_FIELD = 8, 99
 WIDTHS, EXTREMES = {1: 4, 2: 8, 4: 4, 5: 8}, (1, 2, 5, 6)
 """Bytes of a number, by physical type; fields of statistics with one."""
 MAX_CHUNK_BYTES, VALUE_BYTES = 1 << 29, 8
 """Of each value in memory: a few bytes may say millions of equal ones, or of nulls."""
 BOOL, INT64, DOUBLE, BINARY, STRUCT = (1, 2), 6, 7, 8, 12
 LISTS, INTEGERS = (9, 10), (4, 5, INT64)
+BY_DICTIONARY = (2, 8)  # encodings
 
 
 def _parquet_batches(file: Any, parquet: Any, groups: range, names: Sequence[str]) -> Iterator[Any]:
@@ -365,16 +396,27 @@ def _parquet_batches(file: Any, parquet: Any, groups: range, names: Sequence[str
     and for a damaged footer or header."""
     most_bytes, columns = 2 * MAX_RECORD_BYTES, column_chunks(file, groups)
     for group, chunks in zip(groups, columns, strict=True):
-        row_bytes = 1
+        row_bytes, repeated = 1, []
         for path, start, num_bytes in chunks:
-            if any(f"{path}.".startswith(f"{name}.") for name in names):
-                largest = max(page_sizes(file, start, num_bytes), default=0)
-                if largest > most_bytes:
-                    problem = f"a page of {path!r} expands to {largest:,} bytes: there may be {most_bytes:,}"
+            if not any(f"{path}.".startswith(f"{name}.") for name in names):
+                continue
+            largest, values, most_values, dictionary, encodings = 0, 0, 0, 0, set[int]()
+            for expanded, stored, of_page, num_values, encoding in pages(file, start, num_bytes):
+                if expanded > (most := max(most_bytes, MAX_EXPANSION * min(stored, num_bytes))):
+                    problem = f"a page of {path!r} expands to {expanded:,} bytes: there may be {most:,}"
                     raise pa.ArrowInvalid(problem)
-                row_bytes += largest
+                largest, dictionary = max(largest, of_page), max(dictionary, of_page * (encoding is None))
+                if encoding is not None:
+                    values, most_values = values + num_values, max(most_values, num_values)
+                    encodings.add(encoding)
+            # A conversation may name one long text many times. pyarrow keeps only whole dictionaries.
+            if path not in names and encodings.issubset(BY_DICTIONARY) and dictionary * values > MAX_RECORD_BYTES:
+                repeated.append(path)
+            is_large = VALUE_BYTES * values > MAX_CHUNK_BYTES  # else all its values fit, however they are in rows
+            row_bytes += max(largest, VALUE_BYTES * most_values * is_large)
         num_rows = min(max(MAX_RECORD_BYTES // row_bytes, 1), NUM_ROWS)
-        yield from parquet.iter_batches(num_rows, row_groups=[group], columns=names)
+        reader = pq.ParquetFile(file, read_dictionary=repeated) if repeated else parquet
+        yield from reader.iter_batches(num_rows, row_groups=[group], columns=names)
 
 
 def column_chunks(file: Any, groups: range) -> list[list[tuple[str, int, int]]]:
@@ -391,22 +433,27 @@ def column_chunks(file: Any, groups: range) -> list[list[tuple[str, int, int]]]:
 
 def _column_chunk(about: dict[int, Any], most_bytes: int) -> tuple[str, int, int]:
     first, dictionary, statistics = about[9], about.get(11, 0), about.get(12, {})
-    start = dictionary if 0 < dictionary < first else first
+    start = min((at for at in (first, dictionary) if at > 0), default=0)
     if any(len(statistics.get(field, b"")) not in (0, WIDTHS[about[1]]) for field in EXTREMES if about[1] in WIDTHS):
         raise LookupError("statistics")
-    return ".".join(part.decode() for part in about[3]), max(start, 0), max(min(about[7], most_bytes), 0)
+    return ".".join(part.decode() for part in about[3]), start, max(min(about[7], most_bytes), 0) if about[5] else 0
 
 
-def page_sizes(file: Any, start: int, num_bytes: int) -> Iterator[int]:
-    """The bytes that each page of a column chunk expands to, at least. Raises ArrowInvalid for a damaged header."""
+def pages(file: Any, start: int, num_bytes: int) -> Iterator[tuple[int, int, int, int, int | None]]:
+    """(bytes it expands to in memory, at least; stored; expanded; values; encoding, or None for a dictionary) of each
+    page of a column chunk. Raises ArrowInvalid for a damaged header."""
     at, block, block_at = 0, b"", 0
     try:
         while at < num_bytes:
-            if at + MAX_HEADER_BYTES > block_at + len(block):
+            try:
+                header, end = _read_struct(block, at - block_at)
+            except IndexError:  # it begins or ends behind the block
                 block, block_at = file.read_at(min(16 * BUFFER_BYTES, num_bytes - at), start + at), at
-            header, end = _read_struct(block, at - block_at)
-            num_values = max(about.get(1, 0) for field in (5, 7, 8) if (about := header.get(field, {})) is not None)
-            yield max(header[2], VALUE_BYTES * num_values)
+                header, end = _read_struct(block, 0)
+            abouts = {field: about for field in (5, 7, 8) if (about := header.get(field, {})) is not None}
+            num_values = max(about.get(1, 0) for about in abouts.values())
+            encoding = abouts.get(5, {}).get(2, abouts.get(8, {}).get(4))
+            yield max(header[2], VALUE_BYTES * num_values), max(header[3], 0), header[2], num_values, encoding
             at = block_at + end + max(header[3], 0)
     except DAMAGED as error:
         raise pa.ArrowInvalid(f"the page header before byte {at} of a column is damaged") from error
@@ -415,7 +462,7 @@ def page_sizes(file: Any, start: int, num_bytes: int) -> Iterator[int]:
 def check_pages(file: Any, start: int, num_bytes: int) -> None:
     """Raises ArrowInvalid for a column chunk that expands to more than may be: a large one may be large."""
     most_bytes = max(MAX_CHUNK_BYTES, MAX_EXPANSION * num_bytes)
-    if (expanded := sum(page_sizes(file, start, num_bytes))) > most_bytes:
+    if (expanded := sum(page[0] for page in pages(file, start, num_bytes))) > most_bytes:
         raise pa.ArrowInvalid(f"a row group expands to {expanded:,} bytes: there may be {most_bytes:,}")
 
 

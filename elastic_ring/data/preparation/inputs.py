@@ -23,7 +23,7 @@ from elastic_ring.data.listing import File, Listing
 
 OPENED_AT_ONCE = 16
 ARROW_FILE, FILE_END_BYTES, CONTINUED = b"ARROW1", 10, b"\xff\xff\xff\xff"
-DICTIONARY, BATCH = 2, 3
+DICTIONARY, BATCH, COMPRESSED = 2, 3, b"ARROW:experimental_compression"
 MAX_BATCH_BYTES = 128 << 20
 """The most bytes that the columns of a batch that are read, or the dictionaries of a file, expand to."""
 MAX_EXPANSION = 32
@@ -191,7 +191,7 @@ def _buffers(text: bytes, *, is_any: bool = False) -> list[tuple[int, ...]]:
     kind, batch = text[_field(text, 1)], _follow(text, _field(text, 2))
     batch = _follow(text, _field(text, 1, batch)) if kind == DICTIONARY else batch
     # A key of the message said so at first.
-    is_any = kind in (DICTIONARY, BATCH) and bool(is_any or _field(text, 3, batch) or _field(text, 4))
+    is_any = kind in (DICTIONARY, BATCH) and bool(is_any or _field(text, 3, batch) or COMPRESSED in text)
     return _structs(text, 2, "qq", batch) if is_any else []
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 
 from elastic_ring.cli import train
 from elastic_ring.cli.forecasts.folders import sizes_of
+from elastic_ring.data import shards
 from elastic_ring.data.listing import LEADS_OUT, list_source
 from elastic_ring.data.preparation import documents, inputs
 from elastic_ring.data.preparation.chat import Conversations
@@ -25,6 +27,7 @@ from elastic_ring.data.prepared import PreparedTokens
 from elastic_ring.data.shards import TokenShards
 from elastic_ring.data.text import TextFiles
 from elastic_ring.data.tokenizer import open_saved, open_tokenizer
+from elastic_ring.files import plain_json
 from elastic_ring.integrations.transformers.model import ring_model
 from elastic_ring.integrations.transformers.weights import FolderWeights
 from tests.unit.data.corpora import prepared, texts, texts_of, write_jsonl, write_table
@@ -207,6 +210,110 @@ def test_a_conversation_of_a_table_that_is_large_as_values_is_left_out_alone(
         assert f"{name}: row 2 is no JSON object with a conversation: ValueError: it takes " in tally.bad[0]
 
 
+# ---------------------------------------------------------------- what is honest is read
+
+
+def read_all(path: Path, content: documents.Content | None = None) -> tuple[int, list[str]]:
+    """(documents, bad ones)"""
+    (piece,), tally = inputs.cut(list_source(str(path)), 0, 1 << 30), documents.Tally("skip")
+    return sum(1 for _ in documents.read_documents(piece, content or Conversations(), tally)), tally.bad
+
+
+def conversations(num: int, content: str = "") -> Any:
+    return pa.array(
+        [[{"role": "user", "content": f"{content} {n}"}, {"role": "assistant", "content": "y"}] for n in range(num)]
+    )
+
+
+@pytest.mark.parametrize("encoding", ["DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY", "fallback"])
+def test_conversations_of_parquet_are_read_whatever_their_encoding_and_not_in_quadratic_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    monkeypatch.setattr(documents, "MAX_RECORD_BYTES", 1 << 18)
+    num, path, begun = 6000, tmp_path / "a.parquet", time.process_time()
+    options: dict[str, Any] = {"dictionary_pagesize_limit": 1 << 17}
+    if encoding != "fallback":
+        options = {"use_dictionary": False, "column_encoding": dict.fromkeys(LEAVES, encoding)}
+    pq.write_table(pa.table({"messages": conversations(num, "x" * 40)}), path, data_page_size=1 << 15, **options)
+    assert read_all(path) == (num, [])
+    assert time.process_time() - begun < 4
+
+
+LEAVES = ("messages.list.element.role", "messages.list.element.content")
+
+
+def test_conversations_in_types_of_every_kind_are_read(tmp_path: Path) -> None:
+    plain = conversations(2)
+    metadata = pa.array([[("a", 1)], [("b", 2)]], pa.map_(pa.string(), pa.int64()))
+    tools = {
+        "view": pa.array([["x" * 9000], ["y" * 9000]] * 1, pa.list_(pa.string_view())),
+        "numbers": pa.array([7, 7]).dictionary_encode(),
+        "lists": pa.array([["x"], ["y", "z"]], pa.list_view(pa.string())),
+        "map": metadata,
+    }
+    for name, values in tools.items():
+        table = pa.table({"messages": plain, "tools": values})
+        with pa.ipc.new_file(str(tmp_path / f"{name}.arrow"), table.schema) as writer:
+            writer.write_table(table)
+        _, bad = read_all(tmp_path / f"{name}.arrow")
+        assert not any("takes" in problem or "values of type" in problem or "kernel" in problem for problem in bad), bad
+    texts = pa.array([f"{number} " + "x" * 30_000 for number in range(300)], pa.string_view())
+    table = pa.table({"messages": conversations(300), "system": texts})
+    with pa.ipc.new_file(str(tmp_path / "many.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    assert read_all(tmp_path / "many.arrow") == (300, [])
+
+
+def test_a_list_of_many_short_records_is_read_and_one_of_too_many_values_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "x" * 20}] * 20_000))
+    assert read_all(path, documents.TextIn("text")) == (20_000, [])
+    monkeypatch.setattr(documents, "JSON_PARTS", 1000)
+    path.write_text("[" + "[]," * 9000 + "[]]")
+    num, (problem,) = read_all(path, documents.TextIn("text"))
+    assert (num, "has more than 3,3" in problem, "is no JSON" in problem) == (0, True, False)
+    dense = json.dumps({"merges": [["a", "b"]] * 500_000})  # of a large tokenizer
+    assert len(plain_json(dense)["merges"]) == 500_000
+
+
+def test_an_empty_table_is_read(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    for name, rows in (("a", [[1, 2]] * 9), ("b", [])):
+        table = pa.table({"tokens": pa.array(rows, pa.list_(pa.int32()))})
+        pq.write_table(table, tmp_path / "shards" / f"{name}.parquet")
+    TokenShards(4, str(tmp_path / "shards"), vocab_size=9, end_of_document=8, align_tokens=2).open().read(0)
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "text.parquet")
+    assert read_all(tmp_path / "text.parquet", documents.TextIn("text")) == (0, [])
+
+
+def test_a_batch_with_metadata_of_its_own_is_read(tmp_path: Path) -> None:
+    batch = pa.record_batch({"text": ["one", "two"]})
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), batch.schema) as writer:
+        writer.write_batch(batch, custom_metadata={"made": "by hand"})
+    assert read_all(tmp_path / "a.arrow", documents.TextIn("text")) == (2, [])
+
+
+def test_a_long_header_over_the_end_of_a_block_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "BUFFER_BYTES", 1 << 13)
+    text = b"\x18" + bytes([0x80 | (100_000 & 127), 0x80 | (100_000 >> 7 & 127), 100_000 >> 14]) + b"x" * 100_000
+    first = b"\x15\x00\x15\x02\x15\x80\xfa\x01\x00" + bytes(16_000)
+    chunk = first + b"\x15\x00\x15\x12\x15\x00\x2c\x15\x02" + text + b"\x00\x00"
+    assert max(page[0] for page in documents.pages(pa.BufferReader(chunk), 0, len(chunk))) == 9
+
+
+def test_pages_are_checked_once_however_often_they_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(shards, "check_pages", lambda *args: calls.append(args))
+    pq.write_table(pa.table({"tokens": pa.array([[1, 2]] * 9, pa.list_(pa.int32()))}), tmp_path / "a.parquet")
+    source = TokenShards(4, str(tmp_path / "a.parquet"), vocab_size=9, end_of_document=8).open()
+    calls.clear()
+    for _ in range(3):
+        source.chunks[0].load()
+    assert len(calls) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.txt.zst", "a.parquet", "a.arrow", "a.ipc"])
 @pytest.mark.parametrize("num_bytes", [62 * MIB, 66 * MIB])
@@ -284,7 +391,7 @@ def test_headers_of_pages_that_two_readers_read_differently_are_refused() -> Non
         return b"\x15\x00\x15" + varint(expanded << 1) + b"\x15" + varint(stored << 1) + more + b"\x00"
 
     def largest(chunk: bytes) -> int:
-        return max(documents.page_sizes(pa.BufferReader(chunk), 0, len(chunk)))
+        return max(page[0] for page in documents.pages(pa.BufferReader(chunk), 0, len(chunk)))
 
     large = header(1 << 30, 0)
     in_page = b"\x2c\x15\x02\x18\x03abc\x11\x17" + bytes(8) + b"\x00"  # a struct with a number, text, true, a double
