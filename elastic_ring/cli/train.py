@@ -407,6 +407,21 @@ def _train(settings: TrainSettings, trainer: ElasticRingTrainer) -> int:
     predicted = None if settings.search is None else Prediction.read(Path(settings.search), trainer.task.pattern)
     result = trainer.fit()
     summary = result.summary
+    with StepTable.load(result.path / METRICS_NAME) as table:
+        seen, newest = seen_of(table.rows.values("step_s"), summary), table.newest(1)
+    planned = forecast_on_record(result.path)
+    if line := forecast_line(int(planned.get("gpu_bytes", 0)), int(seen.get("gpu_bytes", 0))):
+        print(f"GPU memory: {line}")
+    for line in lines_of_end(settings, planned, seen):
+        print(line)
+    if predicted is not None and "step_s" in seen:
+        # Fewer steps where a callback stopped the run.
+        trained = dataclasses.replace(trainer.task.step, steps=summary["steps"])
+        try:
+            now = training_terms(trained, settings.scaling.mesh, settings.scaling.device, trainer.measured_on)
+            print(predicted.compare(now, seen["step_s"], newest[-1].get("val_loss")))
+        except (ValueError, StorageFailed) as error:  # the run has ended well, and its data may be gone since
+            logging.warning("not compared with what the search predicted: %s", error)
     first, last = (float.fromhex(summary["losses"][i]) for i in (0, -1))
     samples = (summary["samples_sha256"] or "unknown")[:16]
     kept = "bit-exact" if summary["exact"] else "sample-exact" if summary["samples_sha256"] else "not all on record"
@@ -419,24 +434,6 @@ def _train(settings: TrainSettings, trainer: ElasticRingTrainer) -> int:
         f"{COMPLETE.begins}{summary['weights_sha256'][:16]}, samples {samples}; all of it in "
         f"{settings.run.storage_uri}"
     )
-    with StepTable.load(result.path / METRICS_NAME) as table:
-        seen, newest = seen_of(table.rows.values("step_s"), summary), table.newest(1)
-    planned = forecast_on_record(result.path)
-    if line := forecast_line(int(planned.get("gpu_bytes", 0)), int(seen.get("gpu_bytes", 0))):
-        print(f"GPU memory: {line}")
-    for line in lines_of_end(settings, planned, seen):
-        print(line)
-    if predicted is not None and "step_s" in seen:
-        trained = dataclasses.replace(
-            trainer.task.step, steps=summary["steps"]
-        )  # fewer where a callback stopped the run
-        try:
-            now = training_terms(trained, settings.scaling.mesh, settings.scaling.device, trainer.measured_on)
-            print(predicted.compare(now, seen["step_s"], newest[-1].get("val_loss")))
-        except (ValueError, StorageFailed) as error:  # the run has ended well, and its data may be gone since
-            logging.warning("not compared with what the search predicted: %s", error)
-    if summary["skipped_steps"] == summary["steps"]:
-        print("every step was skipped: no gradient was finite, or no target counted; the weights are the initial ones")
     return 0
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -401,14 +401,16 @@ def _parquet_batches(file: Any, parquet: Any, groups: range, names: Sequence[str
             if not any(f"{path}.".startswith(f"{name}.") for name in names):
                 continue
             largest, values, most_values, dictionary, encodings = 0, 0, 0, 0, set[int]()
-            for expanded, stored, of_page, num_values, encoding in pages(file, start, num_bytes):
-                if expanded > (most := max(most_bytes, MAX_EXPANSION * min(stored, num_bytes))):
-                    problem = f"a page of {path!r} expands to {expanded:,} bytes: there may be {most:,}"
+            for page in pages(file, start, num_bytes):
+                if page.memory_bytes > (most := max(most_bytes, MAX_EXPANSION * min(page.stored_bytes, num_bytes))):
+                    problem = f"a page of {path!r} expands to {page.memory_bytes:,} bytes: there may be {most:,}"
                     raise pa.ArrowInvalid(problem)
-                largest, dictionary = max(largest, of_page), max(dictionary, of_page * (encoding is None))
-                if encoding is not None:
-                    values, most_values = values + num_values, max(most_values, num_values)
-                    encodings.add(encoding)
+                largest = max(largest, page.expanded_bytes)
+                if page.encoding is None:
+                    dictionary = max(dictionary, page.expanded_bytes)
+                else:
+                    values, most_values = values + page.num_values, max(most_values, page.num_values)
+                    encodings.add(page.encoding)
             # A conversation may name one long text many times. pyarrow keeps only whole dictionaries.
             if path not in names and encodings.issubset(BY_DICTIONARY) and dictionary * values > MAX_RECORD_BYTES:
                 repeated.append(path)
@@ -439,9 +441,18 @@ def _column_chunk(about: dict[int, Any], most_bytes: int) -> tuple[str, int, int
     return ".".join(part.decode() for part in about[3]), start, max(min(about[7], most_bytes), 0) if about[5] else 0
 
 
-def pages(file: Any, start: int, num_bytes: int) -> Iterator[tuple[int, int, int, int, int | None]]:
-    """(bytes it expands to in memory, at least; stored; expanded; values; encoding, or None for a dictionary) of each
-    page of a column chunk. Raises ArrowInvalid for a damaged header."""
+class Page(NamedTuple):
+    """`memory_bytes`: what its values take in memory, at least. `encoding`: None of a dictionary."""
+
+    memory_bytes: int
+    stored_bytes: int
+    expanded_bytes: int
+    num_values: int
+    encoding: int | None
+
+
+def pages(file: Any, start: int, num_bytes: int) -> Iterator[Page]:
+    """Each page of a column chunk. Raises ArrowInvalid for a damaged header."""
     at, block, block_at = 0, b"", 0
     try:
         while at < num_bytes:
@@ -453,7 +464,7 @@ def pages(file: Any, start: int, num_bytes: int) -> Iterator[tuple[int, int, int
             abouts = {field: about for field in (5, 7, 8) if (about := header.get(field, {})) is not None}
             num_values = max(about.get(1, 0) for about in abouts.values())
             encoding = abouts.get(5, {}).get(2, abouts.get(8, {}).get(4))
-            yield max(header[2], VALUE_BYTES * num_values), max(header[3], 0), header[2], num_values, encoding
+            yield Page(max(header[2], VALUE_BYTES * num_values), max(header[3], 0), header[2], num_values, encoding)
             at = block_at + end + max(header[3], 0)
     except DAMAGED as error:
         raise pa.ArrowInvalid(f"the page header before byte {at} of a column is damaged") from error
@@ -462,7 +473,7 @@ def pages(file: Any, start: int, num_bytes: int) -> Iterator[tuple[int, int, int
 def check_pages(file: Any, start: int, num_bytes: int) -> None:
     """Raises ArrowInvalid for a column chunk that expands to more than may be: a large one may be large."""
     most_bytes = max(MAX_CHUNK_BYTES, MAX_EXPANSION * num_bytes)
-    if (expanded := sum(page[0] for page in pages(file, start, num_bytes))) > most_bytes:
+    if (expanded := sum(page.memory_bytes for page in pages(file, start, num_bytes))) > most_bytes:
         raise pa.ArrowInvalid(f"a row group expands to {expanded:,} bytes: there may be {most_bytes:,}")
 
 

@@ -181,7 +181,7 @@ def _worst(config_json: str, positions: Positions) -> tuple[float, str]:
     """The largest relative error, and of what."""
     from elastic_ring.integrations.transformers.model import RingModel, traced_model
 
-    with _apart():
+    with _own_settings():
         own, _ = traced_model(RingModel(config_json, loss_chunk_tokens=NUM_TOKENS // 4, positions=positions))
         config = own.config
         module = own().train()
@@ -196,7 +196,7 @@ def _worst(config_json: str, positions: Positions) -> tuple[float, str]:
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def _own_settings() -> Iterator[None]:
     """On the CPU in fp32 whatever the process has set, with random numbers of its own, and without transformers' words
     about small sizes. Small products are not cut among threads: it takes longer, and sums in another order."""
     from transformers.utils import logging

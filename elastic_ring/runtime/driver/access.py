@@ -274,7 +274,7 @@ def warn_if_open(head: str) -> None:
     host, _, port = head.rpartition(":")
     for place in beyond_loopback(host.strip("[]")):
         address = joined(place, int(port))
-        if answers(address):
+        if refusal(address) is None:
             log.warning(
                 "anyone who can connect to %s can run code on this Ray cluster, as the user %s: it asks for no token "
                 "(RAY_AUTH_MODE). How to switch it: docs/quickstart.md, 'On a cluster'",
@@ -286,11 +286,6 @@ def warn_if_open(head: str) -> None:
 
 def uses_tls() -> bool:
     return environment().get(TLS, "0").lower() in ("1", "true")
-
-
-def answers(address: str, token: str = "") -> bool:
-    """Whether a control store listens there and answers a client with this token, or without one."""
-    return refusal(address, token) is None
 
 
 def refusal(address: str, token: str = "") -> grpc.StatusCode | None:

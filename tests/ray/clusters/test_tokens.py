@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from ray._private.services import resolve_ip_for_localhost
 
+from elastic_ring.cli.endings import COMPLETE
 from elastic_ring.monitor.metrics import read_metrics
 from tests.ray.conftest import ROOT, ran
 
@@ -109,7 +110,8 @@ mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray
 echo 127.0.0.1:1 > /tmp/ray/ray_current_cluster  # of a cluster that was killed
 {python} -m ray.scripts.scripts start --head --num-cpus=2 --port={port} --temp-dir={folder} --include-dashboard=false
 {python} -m elastic_ring drain --node-id 00 || echo "drain: $?"
-{python} -m elastic_ring train --run-dir run --dp 1 --cp 1 --spares 0 --context 64 --faults none --steps 3
+{python} -m elastic_ring train --run-dir run --dp 1 --cp 1 --spares 0 --context 64 --faults none --steps 3 | tee out
+echo "its last line: $(tail -n 1 out)"
 {python} -m ray.scripts.scripts stop --force
 """
 
@@ -128,5 +130,6 @@ def test_a_cluster_that_ray_start_began_in_another_folder_is_joined_by_every_com
     text = done.stdout + done.stderr
     assert "Ray lists no such node" in text
     assert "drain: 2" in text
+    assert f"its last line: {COMPLETE.begins}" in text
     assert f"joined the Ray at {address}" in text
     assert "3 steps, loss " in text

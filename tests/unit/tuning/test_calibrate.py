@@ -26,11 +26,12 @@ from elastic_ring.attention.plan.sparse_tiles import tiles
 from elastic_ring.cli.forecasts.answer import rates_of
 from elastic_ring.cli.operate import calibrate as main
 from elastic_ring.costs import CostModel
+from elastic_ring.errors import RunFailed
 from elastic_ring.forecast.scenario import default_efficiency
 from elastic_ring.forecast.sizing.machines import named_fleet
 from elastic_ring.forecast.sizing.rates import ALONE, read_rates
 from elastic_ring.tuning import machine_rates, timed_cases
-from elastic_ring.tuning.calibrate import Calibration, Check, Stopwatch, calibrate, fit
+from elastic_ring.tuning.calibrate import Calibration, Check, Stopwatch, _fit_rate, calibrate, fit
 from elastic_ring.tuning.calibrate_host import report
 from elastic_ring.tuning.timed_cases import Hops, TimingBudget
 from experiments.pattern_choice import choose
@@ -62,6 +63,24 @@ def test_the_fit_recovers_the_figures_behind_noisy_times(noise: tuple[float, ...
     allowed = 1e-9 if set(noise) == {1.0} else 0.1
     assert each == pytest.approx(4e-5, rel=allowed)
     assert 1 / per == pytest.approx(2e9, rel=allowed)
+
+
+@pytest.mark.parametrize("bad_rounds", [1, 3])
+def test_times_that_do_not_grow_are_measured_again_before_they_are_refused(bad_rounds: int) -> None:
+    durations = iter([(3.0, 1.0)] * bad_rounds + [(0.5, 3.0)])
+    stopwatch, checks = Stopwatch(None, CPU, EFFORT), list[Check]()
+    stopwatch.median_s = lambda run: run()  # type: ignore[method-assign, assignment, return-value]
+
+    def cases() -> list[Any]:
+        small_s, large_s = next(durations)
+        return [timed_cases.Case("small", 1, 1.0, lambda: small_s), timed_cases.Case("large", 1, 2.0, lambda: large_s)]
+
+    if bad_rounds == 3:
+        with pytest.raises(RunFailed, match=r"do not grow with their sizes \(3\.00e\+00, 1\.00e\+00 s\)"):
+            _fit_rate(stopwatch, "dense", cases, checks)
+    else:
+        _fit_rate(stopwatch, "dense", cases, checks)
+        assert [check.measured_s for check in checks] == [0.5, 1.0]
 
 
 def test_no_figure_of_a_fit_is_negative() -> None:
