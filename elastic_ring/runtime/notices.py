@@ -99,7 +99,7 @@ class CheckpointPart:
     """A rank's part of the checkpoint of `step`, whose `file` is written, or an `error` instead.
 
     Global rank 0's part also has the `tensors` and `meta` of the checkpoint, and a remark on the `interval` where the
-    run has chosen another.
+    run has chosen another. `is_repeated`: sent again to a new coordinator, as the one before may not have committed it.
     """
 
     step: int
@@ -116,6 +116,7 @@ class CheckpointPart:
     meta: ShardMeta | None = None
     interval: str = ""
     error: str = ""
+    is_repeated: bool = False
 
 
 @dataclass(frozen=True)

@@ -447,6 +447,8 @@ class Decider:
                 detail = "\n".join([f"{message.how} in {message.phase} of step {message.step}", *message.log_lines])
                 place = (message.step, message.phase, message.signal)
                 self._on_event(WorkerLost(self.cause(), message.worker, message.reason, detail, *place), {})
+            case CheckpointPart(step, is_repeated=True) if step == self.recorder.totals.newest_checkpoint_step:
+                pass  # it counts since before this coordinator
             case CheckpointPart() | CheckpointLeftOut():
                 self.storage.checkpoints.written(message)
                 self._commit_checkpoints()

@@ -207,6 +207,7 @@ class Worker:
             case Hello():
                 # The old coordinator may have received records that it did not write down: they are sent again.
                 self._member.parts.records.rewind(details.published)
+                self._member.parts.saver.repeat()
                 self._client.answer(Status(self._client.cause(), self.spec.worker, *self._seen, self._activity))
             case Stop(mode="boundary"):  # it stops after the step that the next vote agrees on
                 if (generation := self._member.parts.generation) is not None:

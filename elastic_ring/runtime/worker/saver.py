@@ -192,6 +192,7 @@ class Saver:
         self.pinning = Pinning("checkpoints")
         self._thread: threading.Thread | None = None
         self.newest = (-1, 0, 0)  # (step, term, generation) of the part that was saved last
+        self._written: CheckpointPart | None = None  # in this generation, and sent
         self._awaits_memory = False  # `prepare` has not begun to pin it
 
     def begin(self, terms: CheckpointTerms, *, pins: bool) -> None:
@@ -199,7 +200,7 @@ class Saver:
         self.schedule.mean_time_between_failures_s = terms.mean_time_between_failures_s
         self.schedule.wants_first = terms.wants_first
         self.schedule.config = terms.config or self._run.checkpoint_config
-        self._awaits_memory = pins
+        self._awaits_memory, self._written = pins, None
 
     @property
     def is_busy(self) -> bool:
@@ -286,6 +287,11 @@ class Saver:
             log.warning("the checkpoint of step %d is left out: %s", step, why)
             self._send(CheckpointLeftOut(step, (place.term, place.generation), why))
 
+    def repeat(self) -> None:
+        """Send the last part again: a coordinator that died may not have committed its checkpoint."""
+        if (part := self._written) is not None:
+            self._send(replace(part, is_repeated=True))
+
     def wait(self, timeout_s: float) -> bool:
         """Whether nothing is being written, after at most `timeout_s`."""
         if self._thread is not None:
@@ -310,7 +316,8 @@ class Saver:
             self._failed(part, error)
             return
         self.schedule.wrote_s = time.monotonic() - begun
-        self._send(replace(part, file=file, total_s=self.schedule.wrote_s))
+        self._written = replace(part, file=file, total_s=self.schedule.wrote_s)
+        self._send(self._written)
 
     def _failed(self, part: CheckpointPart, error: Exception) -> None:
         log.error("this rank's part of the checkpoint of step %d is missing", part.step, exc_info=error)

@@ -123,6 +123,25 @@ def full_shapes() -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in whole_values().items()}
 
 
+def test_parts_that_a_coordinator_took_with_it_are_sent_again_and_count(tmp_path):
+    config = CheckpointConfig(every_steps=1, keep_last=2)
+    lost = Run(tmp_path, config)
+    assert not any(part.is_repeated for part in lost.write(3))
+    lost.keeper.abandon()
+    run = Run(tmp_path, config, term=2)
+    for saver in lost.savers:
+        saver.repeat()
+    repeated = [lost.parts.get(timeout=60.0) for _ in lost.savers]
+    assert all(part.is_repeated for part in repeated)
+    for part in repeated:
+        run.keeper.written(part)
+    run.keeper.look(3)
+    assert run.next(CheckpointCounts).checkpoint["step"] == 3
+    lost.savers[0].begin(CheckpointTerms("0123456789abcdef", 0, 60.0, wants_first=False), pins=False)
+    lost.savers[0].repeat()
+    assert lost.parts.empty(), "a new generation repeats no part of an older one"
+
+
 def test_a_checkpoint_counts_once_every_part_is_written_and_every_step_before_it_is_on_record(tmp_path):
     run = Run(tmp_path, CheckpointConfig(every_steps=1, keep_last=2))
     parts = run.save(3)

@@ -56,6 +56,10 @@ class RunTotals:
         self.reliefs: list[ReliefsChanged] = []  # each change of the memory ladder
         self.resumed_from: Sequence[ResumePoint] = []
 
+    @property
+    def newest_checkpoint_step(self) -> int:
+        return self.checkpoints[-1]["step"] if self.checkpoints else -1
+
     def saw(self, fact: Fact) -> None:
         self.num[type(fact)] += 1
         match fact:
