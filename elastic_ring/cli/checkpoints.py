@@ -238,10 +238,10 @@ def age(unix_s: float) -> str:
 
 
 def export_weights(argv: Sequence[str] | None = None) -> int:
-    """Write a run's final weights for another program: `elastic-ring export RUN --format huggingface --out FOLDER`."""
+    """Write a run's weights for another program: `elastic-ring export RUN --format huggingface --out FOLDER`."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(
-        prog="elastic-ring export", description="Write a run's final weights for another program.", allow_abbrev=False
+        prog="elastic-ring export", description="Write a run's weights for another program.", allow_abbrev=False
     )
     parser.add_argument("run", help="the run's folder, or s3://bucket/prefix/NAME")
     parser.add_argument(
@@ -251,6 +251,9 @@ def export_weights(argv: Sequence[str] | None = None) -> int:
         help="huggingface: what from_pretrained loads (the default)",
     )
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    parser.add_argument("--step", type=int, metavar="N", help="of the checkpoint of this step (the final weights)")
+    parser.add_argument("--best", action="store_true", help="of the checkpoint that --keep-best keeps")
+    parser.add_argument("--base-model", metavar="NAME", help="the model folder's name in the export (its last part)")
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
@@ -276,6 +279,9 @@ def export_weights(argv: Sequence[str] | None = None) -> int:
         done = export(
             options.run.removeprefix("file://"),
             options.out,
+            step=options.step,
+            best=options.best,
+            base_model=options.base_model,
             dtype=options.dtype,
             tokenizer=options.tokenizer,
             max_file_size=options.max_file_size,

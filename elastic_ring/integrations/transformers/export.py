@@ -1,4 +1,5 @@
-"""A run's final weights as transformers loads them: config, safetensors files with an index, tokenizer.
+"""A run's weights, final or of a checkpoint, as transformers loads them: config, safetensors files with an index,
+tokenizer, card.
 
 Runs of `ring_model`, under the names that they have, and of the built-in decoder, which becomes a Llama.
 Weights are read tensor by tensor; at most those of one file that is written are in memory.
@@ -9,11 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from elastic_ring.data.packing import BYTE_VOCAB_SIZE
 from elastic_ring.data.tokenizer import BYTES
-from elastic_ring.files import check_model_links, cut, printable
+from elastic_ring.files import check_model_links
 from elastic_ring.integrations.transformers.checks import check_tokenizer, config_of, read_object
+from elastic_ring.integrations.transformers.export_card import Rows, base_name, training_rows, write_card
 from elastic_ring.integrations.transformers.export_config import (
     NOTE,
     byte_tokenizer,
@@ -43,10 +44,10 @@ from elastic_ring.integrations.transformers.model import CONFIG_FILE
 from elastic_ring.integrations.transformers.module import build, class_of
 from elastic_ring.integrations.transformers.weights import INDEX
 from elastic_ring.model.config import ModelConfig
-from elastic_ring.monitor.json_files import as_written, readable_json
-from elastic_ring.monitor.metrics import CONFIG_NAME, SUMMARY_NAME
+from elastic_ring.monitor.json_files import as_written
+from elastic_ring.monitor.metrics import CONFIG_NAME
 from elastic_ring.runtime.run_storage import RunRecords
-from elastic_ring.state.checkpoints.stored_weights import StoredWeights
+from elastic_ring.state.checkpoints.stored_weights import CheckpointWeights, StoredWeights
 from elastic_ring.validation import from_plain
 
 log = logging.getLogger(__name__)
@@ -63,20 +64,6 @@ BESIDE_WEIGHTS = (
     "chat_template.jinja",
     "generation_config.json",
 )
-CARD = """---
-library_name: peft
----
-
-# {name}
-
-LoRA adapters (r={r}, alpha={alpha:g}, {target}) above `{base}`: {training}.
-
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{name}")
-```
-"""
 
 
 @dataclass(frozen=True)
@@ -94,34 +81,42 @@ def export(
     run: str | Path,
     out: str | Path,
     *,
+    step: int | None = None,
+    best: bool = False,
     dtype: str | None = None,
     tokenizer: str | Path | None = None,
+    base_model: str | None = None,
     max_file_size: str = "5GB",
     allow_dense: bool = False,
     merge: bool = False,
 ) -> Exported:
-    """Write the final weights of a run of `ring_model`, or of a preset as a Llama, as `save_pretrained` does.
+    """Write the weights of a run of `ring_model`, or of a preset as a Llama, as `save_pretrained` does, with a card.
 
-    `run`: its folder, or s3://bucket/prefix/NAME. `dtype`: float32, bfloat16 or float16; by default what the run
-    computed in. `tokenizer`: "bytes", or the folder whose tokenizer is copied; by default the one of the folder that
-    the run began from, or of a preset's data. `allow_dense`: export layers whose pattern no config of transformers
-    says, as layers that attend to all earlier tokens. Of a run with `lora=` a folder of peft is written, or with
-    `merge` the weights of the base with the adapters in them.
+    `run`: its folder, or s3://bucket/prefix/NAME. `step`: of the checkpoint after so many steps, or with `best` of the
+    one that `KeepBest` keeps; by default the final weights. `dtype`: float32, bfloat16 or float16; by default what the
+    run computed in. `tokenizer`: "bytes", or the folder whose tokenizer is copied; by default the one of the folder
+    that the run began from, or of a preset's data. `base_model`: how card and adapter_config.json name that folder, by
+    an id of the hub or a path; by default its id if it is of the hub's cache, else its last part. `allow_dense`: export
+    layers whose pattern no config of transformers says, as layers that attend to all earlier tokens. Of a run with
+    `lora=` a folder of peft is written, or with `merge` the weights of the base with the adapters in them.
 
-    Raises ValueError for a run of another model, for one that has not completed, for such a pattern, and for an `out`
-    that is not empty; StorageFailed for a store that does not answer.
+    Raises ValueError for a run of another model, for one that has not completed or has no such checkpoint, for such a
+    pattern, and for an `out` that is not empty; StorageFailed for a store that does not answer; CheckpointDamaged.
     """
     where, out = os.path.expanduser(run), Path(out).expanduser()
-    with RunRecords(where) as records:
-        trained = _Trained.read(records.look())
-    dtype, tokenizer = dtype or trained.dtype, str(tokenizer or trained.tokenizer)
-    if dtype not in DTYPES:
+    if step is not None and best:
+        raise ValueError(f"step={step} beside best=True: each names a checkpoint; give one")
+    if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={str(out)!r} is not an empty folder: give a new one")
+    checkpoint = None if step is None and not best else CheckpointWeights.open(where, step)
+    with RunRecords(where) as records:
+        trained = _Trained.read(records.look(), checkpoint, base_model)
+    dtype, tokenizer = dtype or trained.dtype, str(tokenizer or trained.tokenizer)
     plain, lost = with_pattern(trained.config, trained.pattern, trained.context_tokens, allow_dense=allow_dense)
     _check_tokenizer(tokenizer, plain["vocab_size"])
-    weights: Weights = StoredWeights.open(where)
+    weights: Weights = checkpoint or StoredWeights.open(where)
     if merge and trained.adapters is None:
         raise ValueError(f"merge=True: run {where!r} has no adapters; leave it out")
     if trained.adapters is not None and not merge:
@@ -131,15 +126,30 @@ def export(
                 "the run trained with other windows than its base has, and a folder of adapters has no config to say "
                 "so: give --merge (merge=True), or --allow-dense (allow_dense=True) to export the adapters all the same"
             )
-        num_tensors, num_bytes = write_adapters(weights, trained.adapters, out, getattr(torch, dtype))
+        num_tensors, num_bytes = write_adapters(weights, trained.adapters, trained.base, out, getattr(torch, dtype))
         shutil.copymode(out / "adapter_config.json", out / ADAPTERS)  # safetensors' files are their owner's alone
-        _write_card(out, trained.adapters, trained.training)
         _write_tokenizer(tokenizer, out, trained, was_asked=tokenizer != trained.tokenizer)
+        lora = trained.adapters.lora
+        title = f"LoRA adapters ({lora}) above `{trained.base}`"
+        write_card(out, title, trained.rows, base=trained.base, adapters=True)
         if lost:
             log.warning("%s", lost)
         return Exported(out, num_tensors, num_bytes, 1, dtype)
     if trained.adapters is not None:
         weights = MergedWeights.open(weights, trained.adapters)
+    return _export_whole(weights, trained, plain, lost, out, dtype, tokenizer, max_file_size)
+
+
+def _export_whole(
+    weights: Weights,
+    trained: _Trained,
+    plain: dict[str, Any],
+    lost: str,
+    out: Path,
+    dtype: str,
+    tokenizer: str,
+    max_file_size: str,
+) -> Exported:
     slices, shapes = _joined_slices(weights, trained.exported_name)
     with torch.device("meta"):
         model = build(config_of(plain))
@@ -154,6 +164,10 @@ def export(
     out.mkdir(parents=True, exist_ok=True)
     num_bytes, num_files = _write_weights(model, value, empty, out, max_file_size)
     _write_tokenizer(tokenizer, out, trained, was_asked=tokenizer != trained.tokenizer)
+    title = f"A {plain['model_type']} of {model.num_parameters():,} parameters"
+    title += "" if trained.adapters is None else f", with LoRA adapters ({trained.adapters.lora}) merged into it"
+    title += f"; {lost}" if lost else ""
+    write_card(out, title, trained.rows, base=trained.base)
     config = config_of(plain)
     config.dtype, config.architectures = getattr(torch, dtype), [class_of(config).__name__]
     config.save_pretrained(out)  # last: a folder without a config does not load
@@ -164,7 +178,7 @@ def export(
 
 @dataclass(frozen=True)
 class _Trained:
-    """A run's records of its model."""
+    """A run's records of its model. `base`: the name of the folder that it began from, or "". `rows`: of its card."""
 
     config: Mapping[str, object]
     pattern: str
@@ -173,11 +187,12 @@ class _Trained:
     tokenizer: str
     exported_name: Callable[[str], str]
     buffers: Mapping[str, tuple[float, ...]]
+    rows: Rows
+    base: str = ""
     adapters: TrainedAdapters | None = None
-    training: str = ""
 
     @classmethod
-    def read(cls, folder: Path) -> _Trained:
+    def read(cls, folder: Path, checkpoint: CheckpointWeights | None, base_model: str | None) -> _Trained:
         """Raises ValueError for a run whose model is neither the built-in decoder nor one of transformers,
         RecordDamaged."""
         recorded = read_object(folder / CONFIG_NAME, "give a run's folder")
@@ -186,15 +201,17 @@ class _Trained:
             step = recorded["step"]
             pattern = str(recorded.get("pattern") or "")
             context, dtype = int(step["context_tokens"]), str(step["param_dtype"])
-            num_steps = (readable_json(folder / SUMMARY_NAME) or step)["steps"]
-            training = f"{int(num_steps):,} steps of {int(step['global_batch']):,} sequences of {context:,} tokens"
-            if data := recorded.get("data"):
-                names = [PurePath(str(path)).name for path in (data.get("uri"), *data.get("paths", ())) if path]
-                training += printable(cut(f" on {data['source']} {', '.join(names)}", 200)).rstrip()
+            rows = (
+                training_rows(folder, recorded, None)
+                if checkpoint is None
+                else training_rows(folder, recorded, checkpoint.step, has_losses=checkpoint.is_of_newest_lineage)
+            )
             if own is not None:
                 kept = {name: tuple(map(float, values)) for name, values in own.get("buffers", {}).items()}
                 config, folder_of_base, adapters = dict(own["config"]), str(own["folder"]), TrainedAdapters.of(own)
-                return cls(config, pattern, context, dtype, folder_of_base, str, kept, adapters, training)
+                has_base = str(recorded.get("identity", {}).get("initial", "")).startswith("FolderWeights")
+                base = base_model or (base_name(folder_of_base) if has_base or adapters is not None else "")
+                return cls(config, pattern, context, dtype, folder_of_base, str, kept, rows, base, adapters)
             shape = from_plain(ModelConfig, recorded["model"]) if recorded.get("model") else None
             tokenizer, end = ("", None) if shape is None else tokens_of_run(recorded.get("data", {}))
         if shape is None:
@@ -202,7 +219,8 @@ class _Trained:
                 f"{folder}: its model is neither one of transformers ({CONFIG_FILE}) nor a preset's, so nobody knows "
                 "its config: load the weights into your own module (elastic_ring.load_weights)"
             )
-        return cls(config_of_preset(shape, context, end), pattern, context, dtype, tokenizer, name_of_preset, {})
+        plain = config_of_preset(shape, context, end)
+        return cls(plain, pattern, context, dtype, tokenizer, name_of_preset, {}, rows, base_model or "")
 
 
 def _joined_slices(
@@ -297,15 +315,6 @@ def _check_tokenizer(where: str, vocab_size: int) -> None:
     if where not in (BYTES, ""):
         check_model_links(Path(where).expanduser())
         check_tokenizer(Path(where).expanduser(), vocab_size)
-
-
-def _write_card(out: Path, adapters: TrainedAdapters, training: str) -> None:
-    """In place of peft's form. Of folders on this machine it has the last parts only, as it may be published."""
-    hub = re.search(r"models--([\w.-]+)/snapshots/", adapters.folder)
-    base = hub[1].replace("--", "/") if hub else printable(PurePath(adapters.folder).name)
-    options = {**vars(adapters.lora), "target": "+".join(adapters.lora.target)}
-    card = CARD.format(name=out.name, base=base, training=training, **options)
-    (out / "README.md").write_text(card, encoding="utf-8")
 
 
 def _write_tokenizer(where: str, out: Path, trained: _Trained, *, was_asked: bool) -> None:

@@ -225,8 +225,11 @@ class TrainedAdapters:
         return cls(lora, dict(record["config"]), str(record["folder"]), str(record["weights"]))
 
 
-def write_adapters(weights: Weights, trained: TrainedAdapters, out: Path, dtype: torch.dtype) -> tuple[int, int]:
-    """Write the folder that `peft.PeftModel.from_pretrained` loads; returns (tensors, bytes).
+def write_adapters(
+    weights: Weights, trained: TrainedAdapters, base_name: str, out: Path, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Write the folder that `peft.PeftModel.from_pretrained` loads; returns (tensors, bytes). Its config has the base
+    by `base_name`: only peft's `AutoPeftModel` loads it by that.
 
     Raises ValueError where the run's weights are not those of its adapters.
     """
@@ -237,7 +240,7 @@ def write_adapters(weights: Weights, trained: TrainedAdapters, out: Path, dtype:
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that will go
         base = build(config_of(dict(trained.config)))
-        base.name_or_path = trained.folder
+        base.name_or_path = base_name
         model = get_peft_model(base, trained.lora.config())
     # peft's own model has the model below two parts of its name.
     held = {f"base_model.model.{name}": weights.tensor(name).to(dtype) for name in weights.places}

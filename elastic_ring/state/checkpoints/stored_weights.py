@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from elastic_ring.errors import CheckpointDamaged, StorageFailed, WeightsDamaged
-from elastic_ring.files import shown_url
+from elastic_ring.files import few, shown_url
 from elastic_ring.state.checkpoints.checkpoint import Reader, committed, wrong_with
 from elastic_ring.state.checkpoints.manifest import age_key, located, read_manifest
+from elastic_ring.state.checkpoints.retention import kept_step
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_INDEX, are_there, read_index
 from elastic_ring.state.header import PARAMS
 from elastic_ring.state.safetensors import Place, read_places
@@ -70,6 +71,50 @@ class StoredWeights:
         if len(data) != place.num_bytes:
             raise ValueError(f"{self.storage.at(file)}: is cut off in {name}")
         return torch.frombuffer(data, dtype=place.dtype).reshape(place.shape)
+
+
+@dataclass(frozen=True)
+class CheckpointWeights:
+    """The fp32 weights of a run's checkpoint by name, as `StoredWeights`; a file is verified when it is first read."""
+
+    reader: Reader
+    is_of_newest_lineage: bool
+    """Whether the run has gone on from here, as far as its other checkpoints say."""
+
+    @classmethod
+    def open(cls, where: str, step: int | None) -> CheckpointWeights:
+        """The checkpoint of `step` of the run in the folder `where`, of its newest lineage that has one; None: the one
+        that retention keeps as the best. Raises ValueError without one, CheckpointDamaged, StorageFailed."""
+        storage, _ = _locate_run(where)
+        name = f"step={step}"
+        if step is None:
+            step, name = kept_step(storage), "best=True"
+            if step is None:
+                raise ValueError(f"best=True: {storage.uri} keeps none: train with --keep-best (KeepBest)")
+        folders = committed(storage)
+        folder = next((folder for folder in folders if age_key(folder)[1] == step), None)
+        if folder is None:
+            steps = few(sorted({age_key(folder)[1] for folder in folders}), 20)
+            raise ValueError(f"{name}: {storage.uri} has no checkpoint of step {step}; there are {steps or 'none'}")
+        manifest = read_manifest(storage, folder)
+        reader = Reader(storage, manifest, whole_files=False, digests=True)
+        return cls(reader, manifest.lineage == age_key(folders[0])[0])
+
+    @property
+    def step(self) -> int:
+        return self.reader.manifest.step
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        tensors, prefix = self.reader.manifest.tensors.items(), f"{PARAMS}/"
+        return {name.removeprefix(prefix): tensor.shape for name, tensor in tensors if name.startswith(prefix)}
+
+    @property
+    def places(self) -> Mapping[str, tuple[int, ...]]:
+        return self.shapes
+
+    def tensor(self, name: str) -> Tensor:
+        return self.reader.tensor(f"{PARAMS}/{name}", 0, 1)
 
 
 @dataclass(frozen=True)
@@ -141,8 +186,7 @@ class RunWeights:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         if isinstance(self._stored, StoredWeights):
             return self._stored.shapes
-        tensors, prefix = self._stored.manifest.tensors.items(), f"{PARAMS}/"
-        return {name.removeprefix(prefix): tensor.shape for name, tensor in tensors if name.startswith(prefix)}
+        return CheckpointWeights(self._stored, True).shapes
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises ValueError if the run has other parameters than these."""
@@ -203,7 +247,7 @@ def _locate_weights(where: str) -> tuple[Storage, str]:
     if not name:
         raise ValueError(
             f"{where}: cannot be read as weights: it has neither {WEIGHTS} nor {WEIGHTS_INDEX}; final weights are "
-            "written when a run completes"
+            "written when a run completes, and elastic-ring export --step or --best writes those of a checkpoint"
         )
     return storage, name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,19 @@ from elastic_ring.cli.settings import parse
 from elastic_ring.data.preparation.prepare import PrepareConfig, prepare
 from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import RingModel, export, ring_model
+from elastic_ring.mesh import Mesh
+from elastic_ring.monitor.metrics import StepMetrics
+from elastic_ring.monitor.metrics_log import MetricsLog
+from elastic_ring.state.checkpoints import checkpoint
+from elastic_ring.state.checkpoints.manifest import Manifest, attempt_folder
+from elastic_ring.state.checkpoints.retention import keep
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_INDEX
+from elastic_ring.state.shard import Shard
 from elastic_ring.state.storage.folder import Storage
 from tests.object_store.store import ObjectStore
 
 T = pytest.importorskip("transformers")
-split_torch_state_dict_into_shards = pytest.importorskip("huggingface_hub").split_torch_state_dict_into_shards
+hub = pytest.importorskip("huggingface_hub")
 
 CONTEXT = 48
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -74,7 +82,7 @@ def finished(run: Path, model: RingModel, dtype: Any = "float32", *, in_files: b
         save_file(values, run / WEIGHTS, metadata={"format": "pt", "sha256": ""})
         return values
     (run / "weights" / "attempt").mkdir(parents=True)
-    plan = split_torch_state_dict_into_shards(
+    plan = hub.split_torch_state_dict_into_shards(
         values, max_shard_size="20KB", filename_pattern="weights/attempt/weights{suffix}.safetensors"
     )
     for file, names in plan.filename_to_tensors.items():
@@ -125,6 +133,64 @@ def test_transformers_loads_the_trained_model_with_equal_logits(
     assert not list(out.glob(".*")), "nothing half written is left"
     again = ring_model(out)
     assert again.weights is not None, "and what was exported can be trained on"
+
+
+def save_checkpoint(run: Path, values: dict[str, Tensor], step: int, lineage: int = 0) -> None:
+    """Of two ranks, as they write it."""
+    storage, folder, files = Storage(str(run)).open(), attempt_folder(step, lineage, f"{step}{lineage}"), []
+    shapes = {name: tuple(value.shape) for name, value in values.items()}
+    for rank in range(2):
+        rows = {name: checkpoint.rows_of(shape, rank, 2) for name, shape in shapes.items()}
+        params = {name: value[slice(*rows[name])].clone() for name, value in values.items()}
+        shard = Shard(rank, params, torch.optim.SGD(params.values(), lr=0.1))
+        described = checkpoint.describe(shard, shapes, 1)
+        files.append(checkpoint.write_part(storage, folder, checkpoint.take(shard, described, 0)))
+    manifest = Manifest(step, lineage, 1, "identity", folder, 2, 1, tuple(files), described, shard.meta())
+    assert checkpoint.commit(storage, manifest)
+
+
+def test_any_checkpoint_and_the_best_become_a_model_with_a_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, run = saved(tmp_path / "models--acme--small" / "snapshots" / "0f"), tmp_path / "run"
+    final = finished(run, ring_model(folder))
+    with MetricsLog(run) as lines:
+        lines.open()
+        for step in range(10):
+            lines.record(StepMetrics(step, 5.0 - step / 8, 1.0, 0.1, 192, 9.0, 0.1, False, 1, Mesh(1, 2), 2))
+            if step % 2:
+                lines.validated(step, {"val_loss": 6.0 - step / 8, "val_perplexity": math.inf})
+    trained = {
+        (step, lineage): {name: value + step for name, value in final.items()}
+        for step, lineage in ((4, 1), (6, 0), (8, 1))
+    }
+    for (step, lineage), values in trained.items():
+        save_checkpoint(run, values, step, lineage)
+    assert command(["export", str(run), "--best", "--out", str(tmp_path / "best")]) == 2
+    assert f"best=True: {run} keeps none: train with --keep-best" in capsys.readouterr().err
+    keep(Storage(str(run)), 4)
+    losses = {"--best": "4.6250", "--step=8": "4.1250", "--step=6": None}
+    for flag, loss in losses.items():
+        out, step = tmp_path / flag, int(flag[-1]) if flag[-1].isdigit() else 4
+        assert command(["export", str(run), flag, "--out", str(out)]) == 0
+        loaded = T.AutoModelForCausalLM.from_pretrained(out, local_files_only=True).state_dict()
+        values = next(values for (at, _), values in trained.items() if at == step)
+        assert all(torch.equal(loaded[name], value) for name, value in values.items())
+        card = hub.ModelCard.load(out / "README.md")
+        assert (card.data.base_model, card.data.library_name) == ("acme/small", "transformers")
+        assert (card.data.pipeline_tag, card.data.tags) == ("text-generation", ["elastic-ring"])
+        assert f"| steps | {step} of 40, each of 4 sequences of 48 tokens |\n| tokens | {step * 192:,} |" in card.text
+        assert (f"| training loss | {loss} at" in card.text) == (loss is not None), "another branch's are not its own"
+        assert str(tmp_path) not in card.content
+    card_text = (tmp_path / "--best" / "README.md").read_text()
+    assert "| validation | val_loss 5.6250, val_perplexity not finite after step 4 |" in card_text
+    assert "| optimizer | AdamW, peak_lr=" in card_text
+    for flags, text in ((["--step=5"], "no checkpoint of step 5; there are 4, 6, 8"), (["--step=4", "--best"], "one")):
+        assert command(["export", str(run), *flags, "--out", str(tmp_path / "none")]) == 2
+        assert text in capsys.readouterr().err
+    next(run.rglob("step-00000008/**/shard-00001*")).write_bytes(b"other")
+    assert command(["export", str(run), "--step=8", "--out", str(tmp_path / "damaged")]) == 1
+    assert "is not what was written" in capsys.readouterr().err
 
 
 def test_another_type_and_another_tokenizer_can_be_asked_for(tmp_path: Path) -> None:

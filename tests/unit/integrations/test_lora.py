@@ -302,10 +302,14 @@ def test_adapters_of_layers_with_biases_are_exported_alone_and_merged(tmp_path: 
     export(run, tmp_path / "merged", merge=True)
     assert (tmp_path / "adapters" / "adapter_model.safetensors").stat().st_mode & 0o044
     card = (tmp_path / "adapters" / "README.md").read_text()
-    assert f"LoRA adapters (r=3, alpha=6, all-linear) above `base`: 8 steps of 3 sequences of {CONTEXT}" in card
-    assert 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "adapters")' in card
+    assert "LoRA adapters (r=3,alpha=6,target=all-linear) above `base`." in card
+    assert f"| steps | 8 of 8, each of 3 sequences of {CONTEXT} tokens |" in card
+    loads = 'AutoModelForCausalLM.from_pretrained("base")', 'PeftModel.from_pretrained(model, "adapters")'
+    assert all(load in card for load in loads)
     assert "[More Information Needed]" not in card
-    assert str(tmp_path) not in card
+    assert str(tmp_path) not in card + (tmp_path / "adapters" / "adapter_config.json").read_text()
+    export(run, tmp_path / "named", base_model=str(base))
+    assert peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "named").config.vocab_size == 17
     opened = partial(T.AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
     tokens = torch.randint(0, 17, (1, 12))
     with torch.no_grad():
