@@ -32,7 +32,7 @@ COMMANDS = {
     "forecast": ("elastic_ring.cli.forecasts.command", "will it fit, how long, how much, how likely; starts nothing"),
     "tune": ("elastic_ring.cli.tune", "search sparse patterns by quality, time and bytes"),
     "data": ("elastic_ring.cli.data", "prepare documents as token shards for training"),
-    "export": ("elastic_ring.cli.checkpoints:export_weights", "write a run's final weights as transformers loads them"),
+    "export": ("elastic_ring.cli.checkpoints:export_weights", "write a run's weights as transformers loads them"),
     "calibrate": ("elastic_ring.cli.operate:calibrate", "measure what --layout auto prices with"),
 }
 # Optional dependencies, and the extra of pyproject.toml that has each.
