@@ -79,6 +79,7 @@ NAMELESS = {
         "integrations.ray_train.settings read_deepspeed",
         "integrations.transformers.checks read_object",
         "integrations.transformers.export _Trained.read",
+        "integrations.transformers.export_card training_rows",
         "integrations.transformers.model ring_model",
     },
     WRITTEN_HERE: {
