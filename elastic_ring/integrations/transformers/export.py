@@ -137,13 +137,13 @@ def export(
         return Exported(out, num_tensors, num_bytes, 1, dtype)
     if trained.adapters is not None:
         weights = MergedWeights.open(weights, trained.adapters)
-    return _export_whole(weights, trained, plain, lost, out, dtype, tokenizer, max_file_size)
+    return _export_whole(weights, trained, config_of(plain), lost, out, dtype, tokenizer, max_file_size)
 
 
 def _export_whole(
     weights: Weights,
     trained: _Trained,
-    plain: dict[str, Any],
+    config: Any,
     lost: str,
     out: Path,
     dtype: str,
@@ -152,7 +152,7 @@ def _export_whole(
 ) -> Exported:
     slices, shapes = _joined_slices(weights, trained.exported_name)
     with torch.device("meta"):
-        model = build(config_of(plain))
+        model = build(config)
     empty = _empty(model, shapes, getattr(torch, dtype))
 
     def value(name: str) -> Tensor:
@@ -164,11 +164,10 @@ def _export_whole(
     out.mkdir(parents=True, exist_ok=True)
     num_bytes, num_files = _write_weights(model, value, empty, out, max_file_size)
     _write_tokenizer(tokenizer, out, trained, was_asked=tokenizer != trained.tokenizer)
-    title = f"A {plain['model_type']} of {model.num_parameters():,} parameters"
+    title = f"A {config.model_type} of {model.num_parameters():,} parameters"
     title += "" if trained.adapters is None else f", with LoRA adapters ({trained.adapters.lora}) merged into it"
     title += f"; {lost}" if lost else ""
     write_card(out, title, trained.rows, base=trained.base)
-    config = config_of(plain)
     config.dtype, config.architectures = getattr(torch, dtype), [class_of(config).__name__]
     config.save_pretrained(out)  # last: a folder without a config does not load
     if lost:

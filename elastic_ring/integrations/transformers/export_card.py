@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -33,7 +33,7 @@ def base_name(folder: str) -> str:
     return hub[1].replace("--", "/") if hub else printable(PurePath(folder).name)
 
 
-def training_rows(folder: Path, recorded: Mapping[str, Any], num_steps: int | None, *, has_losses: bool = True) -> Rows:
+def training_rows(folder: Path, recorded: Any, num_steps: int | None, *, has_losses: bool = True) -> Rows:
     """What a run's records in `folder`, its config among them, say of its first `num_steps` steps; None: of all.
 
     Without `has_losses` the lines of these steps are of another branch of the run. Raises LookupError, TypeError or
@@ -59,7 +59,7 @@ def training_rows(folder: Path, recorded: Mapping[str, Any], num_steps: int | No
     return [(name, printable(cut(value, 400)).replace("|", "\\|")) for name, value in rows]
 
 
-def _data(data: Mapping[str, Any]) -> str:
+def _data(data: Any) -> str:
     paths = [PurePath(str(path)) for path in (data.get("uri"), *data.get("paths", ())) if path]
     names = [path.parent.name if path.name == "manifest.json" else path.name for path in paths]
     return " ".join([str(data["source"]), ", ".join(names)]).rstrip()
