@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ MOST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 4096),
     **dict.fromkeys(("hidden_size", "n_embd", "num_attention_heads", "n_head"), 2**20),
     "vocab_size": 2**26,
+    "depth": 4096,
 }
 """Sizes that no decoder exceeds: building a model of a stranger's config must end."""
 
@@ -49,8 +51,9 @@ def config_of(plain: Mapping[str, object]) -> Any:
         raise ValueError(
             f"model_type={kind!r}: this version of transformers does not know it; code from the folder is never run"
         )
-    for name, most in MOST.items():
-        value = plain.get(name)
+    parts = [part for name, part in plain.items() if name.endswith("_config") and isinstance(part, Mapping)]
+    for (name, most), part in product(MOST.items(), (plain, *parts)):
+        value = part.get(name)
         if value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:

@@ -120,6 +120,11 @@ def export(
     if merge and trained.adapters is None:
         raise ValueError(f"merge=True: run {where!r} has no adapters; leave it out")
     if trained.adapters is not None and not merge:
+        if trained.adapters.outer_type:
+            raise ValueError(
+                f"the run's adapters belong to the text model of a {trained.adapters.outer_type}, and peft would put "
+                "them on the whole: give --merge (merge=True)"
+            )
         own, needed = ({**config, "architectures": None, NOTE: None} for config in (trained.adapters.config, plain))
         if needed != own and not allow_dense:
             raise ValueError(

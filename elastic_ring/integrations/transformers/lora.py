@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from elastic_ring.files import few
 from elastic_ring.integrations.transformers.checks import config_of
 from elastic_ring.integrations.transformers.module import build
-from elastic_ring.integrations.transformers.weights import FolderWeights, stored_names
+from elastic_ring.integrations.transformers.text_part import TextPart, fitted_weights, read_config
+from elastic_ring.integrations.transformers.weights import FolderWeights
 from elastic_ring.model.init import seed_of
 
 ALL = "all-linear"
@@ -214,6 +215,7 @@ class TrainedAdapters:
     config: Mapping[str, object]
     folder: str
     digest: str
+    outer_type: str = ""
 
     @classmethod
     def of(cls, record: Any) -> TrainedAdapters | None:
@@ -222,7 +224,8 @@ class TrainedAdapters:
             return None
         options = record["lora"]
         lora = Lora(int(options["r"]), float(options["alpha"]), tuple(map(str, options["target"])))
-        return cls(lora, dict(record["config"]), str(record["folder"]), str(record["weights"]))
+        outer_type = str(record.get("outer_type", ""))
+        return cls(lora, dict(record["config"]), str(record["folder"]), str(record["weights"]), outer_type)
 
 
 def write_adapters(
@@ -277,9 +280,10 @@ class MergedWeights:
         with torch.device("meta"):
             plain = build(config_of(dict(trained.config)))
         BaseWeights(FolderWeights(trained.folder, trained.digest)).check()
-        base = FolderWeights.open(Path(trained.folder))
+        folder = Path(trained.folder)
+        base = fitted_weights(folder, plain, TextPart.of(read_config(folder)) if trained.outer_type else None)
         assert base is not None
-        return cls(adapters, base.fitted(plain, stored_names(plain, base.files)), model)
+        return cls(adapters, base, model)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -29,7 +29,6 @@ from elastic_ring.integrations.transformers.checks import (
     check_tokenizer,
     config_of,
     num_positions,
-    read_object,
     trace,
 )
 from elastic_ring.integrations.transformers.layers import (
@@ -49,7 +48,8 @@ from elastic_ring.integrations.transformers.lora import (
 )
 from elastic_ring.integrations.transformers.module import WHOLE_SLICE, build, checkpoint_layers, latent_of
 from elastic_ring.integrations.transformers.reference import compared, layers_of_each_kind
-from elastic_ring.integrations.transformers.weights import FolderWeights, stored_names
+from elastic_ring.integrations.transformers.text_part import TextPart, fitted_weights, read_config
+from elastic_ring.integrations.transformers.weights import FolderWeights
 from elastic_ring.model.config import (
     KNOWN_TYPES,
     ModelConfig,
@@ -101,6 +101,8 @@ class RingModel:
     """Where positions are counted from: "document" for families that see absolute positions."""
     num_positions: int = 0
     """Rows of its table of positions; 0 without one."""
+    outer_type: str = ""
+    """The type of the multimodal model whose text model this is."""
 
     def __call__(self) -> nn.Module:
         model: nn.Module = build(self.config)
@@ -137,6 +139,7 @@ class RingModel:
             "config": json.loads(self.config_json),
             "buffers": dict(self.buffers),
         }
+        record |= {"outer_type": self.outer_type} if self.outer_type else {}
         initial: Initial = self.weights or FirstValues(self.config_json, step.seed)
         frozen, flops = None, self.flops(step.context_tokens)
         if self.lora is not None:
@@ -221,7 +224,8 @@ class RingModel:
         adapters = ""
         if self.lora is not None:
             adapters = f", frozen; {self.num_adapter_parameters:,} parameters of adapters are trained ({self.lora})"
-        return f"{self.config.model_type}, {self.num_parameters:,} parameters, {begins}{adapters}"
+        inside = f", the text model of a {self.outer_type} by itself" if self.outer_type else ""
+        return f"{self.config.model_type}{inside}, {self.num_parameters:,} parameters, {begins}{adapters}"
 
     def pattern(self, context_tokens: int) -> LayerPatterns | None:
         """The sliding windows shorter than `context_tokens`, by layer; None where there are none.
@@ -255,9 +259,10 @@ def ring_model(
     """A Hugging Face decoder for `ElasticRingTrainer`.
 
     Args:
-        source: a folder as `save_pretrained` writes it, or a config (`PreTrainedConfig`, or its dictionary). A folder
-            with safetensors files gives the first values; each rank reads the rows of its own shard only, so workers
-            must see the folder. Otherwise first values are those of transformers, drawn from the run's seed.
+        source: a folder as `save_pretrained` writes it, or a config (`PreTrainedConfig`, or its dictionary); of a
+            multimodal one the text model by itself. A folder with safetensors files gives the first values; each rank
+            reads the rows of its own shard only, so workers must see the folder. Otherwise first values are those of
+            transformers, drawn from the run's seed.
         weights: False ignores the folder's weights.
         checkpoint_activations: keep each layer's input and attention result only; recompute the rest in backward.
         loss_chunk_tokens: tokens whose logits exist at a time.
@@ -278,13 +283,20 @@ def ring_model(
     config: Any = source
     if folder is not None:
         check_model_links(folder)
-        config = read_object(folder / "config.json", "give a model folder as save_pretrained writes it")
+        config = read_config(folder)
         if "model_type" not in config:
             raise ValueError(f"{folder / 'config.json'} has no model_type: give the config of a transformers model")
     plain = dict(config) if isinstance(config, Mapping) else config.to_dict()
     plain.pop("_name_or_path", None)  # where it was loaded from, which is not what it is
+    part = TextPart.of(plain)
     ring = RingModel(
-        json.dumps(plain, sort_keys=True), str(folder or ""), None, checkpoint_activations, loss_chunk_tokens, windows
+        json.dumps(plain if part is None else part.config, sort_keys=True),
+        str(folder or ""),
+        None,
+        checkpoint_activations,
+        loss_chunk_tokens,
+        windows,
+        outer_type="" if part is None else part.outer_type,
     )
     check_config(ring.config)
     if folder is not None:
@@ -293,7 +305,7 @@ def ring_model(
     if adapters is not None:
         has_base, has_experts = folder is not None and weights, ring.experts != NO_EXPERTS
         check_lora(adapters, model, has_base=has_base, has_experts=has_experts)
-    return ring if folder is None or not weights else _with_weights(ring, folder, model, adapters)
+    return ring if folder is None or not weights else _with_weights(ring, folder, model, adapters, part)
 
 
 def traced_model(ring: RingModel) -> tuple[RingModel, Any]:
@@ -322,16 +334,15 @@ def traced_model(ring: RingModel) -> tuple[RingModel, Any]:
     return ring, model
 
 
-def _with_weights(ring: RingModel, folder: Path, model: Any, adapters: Lora | None) -> RingModel:
-    stored = FolderWeights.open(folder)
-    if stored is None and adapters is not None:
+def _with_weights(ring: RingModel, folder: Path, model: Any, adapters: Lora | None, part: TextPart | None) -> RingModel:
+    fitted = fitted_weights(folder, model, part)
+    if fitted is None and adapters is not None:
         raise ValueError(
             f"lora={adapters}: {str(folder)!r} has no weights to freeze; give the folder of a trained model"
         )
-    if stored is None:
+    if fitted is None:
         log.warning("%s has a config and no weights: first values are drawn from the seed", folder)
         return ring
-    fitted = stored.fitted(model, stored_names(model, stored.files))
     buffers = {  # experts' correction biases and the like, where the folder stores them
         name: tuple(fitted.tensor(name, tuple(buffer.shape)).to(buffer.dtype).flatten().tolist())
         for name, buffer in model.named_buffers()

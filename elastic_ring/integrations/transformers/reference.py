@@ -115,6 +115,8 @@ def shrunk(config: Any, context_tokens: int, num_layers: int, *, is_dense: bool)
     heads = next((int(config[name]) for name in ("num_attention_heads", "n_head", "n_heads") if config.get(name)), 1)
 
     def small(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping) and {*NUMBERS_OF_LAYERS} & {*value}:  # a config inside
+            return shrunk(value, context_tokens, num_layers, is_dense=is_dense)
         if isinstance(value, Mapping):
             of_layers = {key: inner for key, inner in value.items() if not f"{key}".isdigit() or int(key) < num_layers}
             return {key: small(key, inner) for key, inner in of_layers.items()}

@@ -193,6 +193,39 @@ def test_any_checkpoint_and_the_best_become_a_model_with_a_card(
     assert "is not what was written" in capsys.readouterr().err
 
 
+def test_the_text_model_of_a_multimodal_folder_is_exported_by_itself(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    text = json.loads((saved(tmp_path / "plain") / "config.json").read_text())
+    tower = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    outer = T.LlavaForConditionalGeneration(
+        T.LlavaConfig(text_config=text, vision_config={**tower, "num_hidden_layers": 1, "image_size": 28})
+    )
+    outer.save_pretrained(tmp_path / "model")
+    finished(tmp_path / "run", ring_model(tmp_path / "model"))
+    export(tmp_path / "run", tmp_path / "out")
+    loaded = T.AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    trained = ring_model(tmp_path / "model")()
+    elastic_ring.load_weights(trained, tmp_path / "run")
+    tokens = torch.randint(0, 257, (1, CONTEXT))
+    torch.testing.assert_close(logits_of(trained, tokens), loaded(tokens).logits, rtol=1e-4, atol=1e-4)
+    adapted = ring_model(tmp_path / "model", lora="r=2,target=q_proj")
+    trainer = ElasticRingTrainer(
+        adapted,
+        StdlibText(CONTEXT),
+        step_config=StepConfig(context_tokens=CONTEXT),
+        run_config=elastic_ring.RunConfig("adapted", run_dir=str(tmp_path / "adapted")),
+    )
+    trainer.submission().write_record()
+    values = {name: torch.zeros(p.shape) for name, p in adapted().named_parameters() if p.requires_grad}
+    save_file(values, tmp_path / "adapted" / WEIGHTS, metadata={"format": "pt", "sha256": ""})
+    with pytest.raises(ValueError, match="belong to the text model of a llava, and peft would put them on the whole"):
+        export(tmp_path / "adapted", tmp_path / "merged")
+    export(tmp_path / "adapted", tmp_path / "merged", merge=True)
+    merged = T.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", local_files_only=True)
+    base = outer.model.language_model.state_dict()
+    assert all(torch.equal(value, base[name]) for name, value in merged.model.state_dict().items())
+
+
 def test_another_type_and_another_tokenizer_can_be_asked_for(tmp_path: Path) -> None:
     model = ring_model(T.LlamaConfig(**json.loads((saved(tmp_path / "model") / "config.json").read_text())))
     values = finished(tmp_path / "run", model)

@@ -130,6 +130,60 @@ def loss_of(made: Any, model: RingModel, tokens: torch.Tensor, targets: torch.Te
     )
 
 
+TOWER = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+QWEN_TOWER = {"depth": 1, "embed_dim": 32, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16}
+QWEN_TEXT = {**SMALL, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+WIDTHS = {"hidden_size": 32, "intermediate_size": 32}
+MULTIMODAL: dict[str, Any] = {
+    "gemma3_text": lambda: T.Gemma3Config(
+        text_config={**SMALL, "head_dim": 8, "sliding_window": 24}, vision_config={**TOWER, **WIDTHS}
+    ),
+    "mistral": lambda: T.Mistral3Config(
+        text_config={**SMALL, "model_type": "mistral"},
+        vision_config={**TOWER, **WIDTHS, "model_type": "pixtral", "head_dim": 16},
+        tie_word_embeddings=False,
+    ),
+    "qwen2": lambda: T.Qwen2VLConfig(text_config=QWEN_TEXT, vision_config=QWEN_TOWER, tie_word_embeddings=True),
+    "qwen3": lambda: T.Qwen3VLConfig(
+        text_config={**QWEN_TEXT, "head_dim": 8},
+        vision_config={**QWEN_TOWER, **WIDTHS, "deepstack_visual_indexes": [0]},
+    ),
+    "llama4_text": lambda: T.Llama4Config(
+        text_config=llama4(floor_scale=CONTEXT + 1).to_dict(),
+        vision_config={**TOWER, "hidden_size": 32, "intermediate_size": 128, "projector_output_dim": 32},
+    ),
+}
+
+
+@pytest.mark.thinned(num=3)
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_the_text_model_inside_a_multimodal_folder_is_taken_by_itself(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(4)
+    outer = T.AutoModelForImageTextToText.from_config(
+        MULTIMODAL[kind](), dtype=torch.float32, attn_implementation="eager"
+    )
+    outer.train().save_pretrained(tmp_path)
+    model = ring_model(tmp_path, loss_chunk_tokens=24)
+    assert model.description().startswith(f"{kind}, the text model of a {outer.config.model_type} by itself, ")
+    assert model.weights is not None
+    ours = model().train()
+    for name, param in ours.named_parameters():
+        param.data.copy_(model.weights.tensor(name, param.shape))
+    tokens, targets = torch.randint(301, (2, 1, CONTEXT)).unbind()
+    loss, _ = loss_of(ours, model, tokens, targets)
+    loss.backward()
+    whole = outer.language_model if kind == "llama4_text" else outer
+    logits = whole(input_ids=tokens, use_cache=False).logits
+    expected = F.cross_entropy(logits[0], targets[0], reduction="sum")
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    theirs = {name.replace("language_model.model.", "model.language_model."): p for name, p in outer.named_parameters()}
+    for name, param in ours.named_parameters():
+        ending = name if name.startswith("lm_head") else name.replace("model.", "model.language_model.", 1)
+        wanted = next(p.grad for each, p in theirs.items() if each.endswith(ending))
+        torch.testing.assert_close(param.grad, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()), msg=name)
+
+
 @pytest.mark.thinned(num=3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradient_are_those_of_transformers_own_attention(family: str) -> None:
@@ -287,7 +341,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "layer_types has chunked_attention: rings have full and sliding",
     ),
     "recurrent layers": (lambda: T.Qwen3NextConfig(**SMALL, head_dim=8), "layer_types has linear_attention"),
-    "images": (lambda: T.Gemma3Config(), "has more than a decoder of text"),
+    "a text model that reads images in its layers": (
+        lambda: T.MllamaConfig(),
+        "'mllama' has more than a decoder of text, and its text model stays in it: model_type='mllama_text_model' is",
+    ),
+    "layers of a text model": (lambda: T.Llama4Config(), "'llama4_text' layer_types has chunked_attention"),
+    "a tower of 10^8 layers": (
+        lambda: {"model_type": "gemma3", "vision_config": {"num_hidden_layers": 10**8}},
+        "num_hidden_layers=100000000: must",
+    ),
     "an encoder and a decoder": (lambda: T.T5Config(), "no causal language model|AttentionInterface"),
     "quantised": (lambda: T.LlamaConfig(**SMALL, quantization_config={"quant_method": "fp8"}), "is quantised"),
     "too many layers": (
@@ -314,7 +376,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: T.NemotronConfig(**{**SMALL, "num_key_value_heads": None}),
         r"'nemotron': its module cannot be built of this config \(TypeError",
     ),
-    "text beside images": (lambda: T.FuyuConfig(), "'fuyu' has more than a decoder of text"),
+    "text beside images": (lambda: T.GitConfig(), "'git' has more than a decoder of text: give"),
     "unknown": (lambda: {"model_type": "of_tomorrow"}, "model_type='of_tomorrow': this version of transformers"),
 }
 

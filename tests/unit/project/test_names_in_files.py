@@ -80,7 +80,7 @@ NAMELESS = {
         "integrations.transformers.checks read_object",
         "integrations.transformers.export _Trained.read",
         "integrations.transformers.export_card training_rows",
-        "integrations.transformers.model ring_model",
+        "integrations.transformers.text_part read_config",
     },
     WRITTEN_HERE: {
         "data.preparation.pipeline _PoolWorker.__call__",
