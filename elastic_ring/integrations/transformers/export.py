@@ -120,17 +120,7 @@ def export(
     if merge and trained.adapters is None:
         raise ValueError(f"merge=True: run {where!r} has no adapters; leave it out")
     if trained.adapters is not None and not merge:
-        if trained.adapters.outer_type:
-            raise ValueError(
-                f"the run's adapters belong to the text model of a {trained.adapters.outer_type}, and peft would put "
-                "them on the whole: give --merge (merge=True)"
-            )
-        own, needed = ({**config, "architectures": None, NOTE: None} for config in (trained.adapters.config, plain))
-        if needed != own and not allow_dense:
-            raise ValueError(
-                "the run trained with other windows than its base has, and a folder of adapters has no config to say "
-                "so: give --merge (merge=True), or --allow-dense (allow_dense=True) to export the adapters all the same"
-            )
+        _check_base(trained.adapters, plain, allow_dense=allow_dense)
         num_tensors, num_bytes = write_adapters(weights, trained.adapters, trained.base, out, getattr(torch, dtype))
         shutil.copymode(out / "adapter_config.json", out / ADAPTERS)  # safetensors' files are their owner's alone
         _write_tokenizer(tokenizer, out, trained, was_asked=tokenizer != trained.tokenizer)
@@ -178,6 +168,21 @@ def _export_whole(
     if lost:
         log.warning("%s; %s says so under %r", lost, out / "config.json", NOTE)
     return Exported(out, len(empty), num_bytes, num_files, dtype)
+
+
+def _check_base(adapters: TrainedAdapters, plain: Mapping[str, object], *, allow_dense: bool) -> None:
+    """Raises ValueError for adapters of another model than their folder's: of a part of it, or with other windows."""
+    if adapters.outer_type:
+        raise ValueError(
+            f"the run's adapters belong to the text model of a {adapters.outer_type}, and peft would put them on the "
+            "whole: give --merge (merge=True)"
+        )
+    own, needed = ({**config, "architectures": None, NOTE: None} for config in (adapters.config, plain))
+    if needed != own and not allow_dense:
+        raise ValueError(
+            "the run trained with other windows than its base has, and a folder of adapters has no config to say "
+            "so: give --merge (merge=True), or --allow-dense (allow_dense=True) to export the adapters all the same"
+        )
 
 
 @dataclass(frozen=True)
