@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from elastic_ring.integrations.transformers.module import class_of
 from elastic_ring.integrations.transformers.weights import FolderWeights, StoredNames, stored_names
 
 TEXT = "text_config"
+Value = TypeVar("Value")
 SAME_FOR_TEXT = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
@@ -35,7 +36,7 @@ class TextPart:
     """The text model of a multimodal one: its config, and the prefix of its names in that by its own prefix."""
 
     outer_type: str
-    config: dict[str, Any]
+    config: Mapping[str, object]
     prefixes: Mapping[str, str]
     outer: Any
     """The multimodal module on the meta device."""
@@ -88,7 +89,7 @@ class TextPart:
         whole = stored_names(self.outer, keys)
         return StoredNames(self._own(whole.names), self._own(whole.pieces))
 
-    def _own(self, of_whole: Mapping[str, Any]) -> dict[str, Any]:
+    def _own(self, of_whole: Mapping[str, Value]) -> dict[str, Value]:
         return {
             own + name.removeprefix(prefix): value
             for name, value in of_whole.items()
@@ -101,8 +102,8 @@ def _outer_class(config: Any) -> Any:
     from transformers.models.auto import modeling_auto
 
     for task in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "CAUSAL_LM"):
-        if (found := getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING").get(type(config), None)) is not None:
-            return found
+        if (base := getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING").get(type(config), None)) is not None:
+            return base
     raise ValueError("transformers has no class of it that generates text")
 
 
