@@ -13,6 +13,21 @@ OnBadInput = Literal["fail", "skip"]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 MAX_RECORD_BYTES = 64 * 2**20
 """The most bytes of a line, of a record's document, and of a document out of a compressed file."""
+PARTS = ("messages", "prompt", "input", "history", "completion", "system", "tools")
+"""What a record of a conversation has, each in a column."""
+
+
+def chat_columns(text: str) -> dict[str, str]:
+    """The column of each part that `columns` names. Raises ValueError for text that names none."""
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    names = {part.strip(): name.strip() for part, _, name in pairs}
+    is_whole = ("messages" in names) != {"prompt", "completion"}.issubset(names)
+    if text and not (is_whole and all(names.values()) and len(names) == len(pairs) and names.keys() <= {*PARTS}):
+        raise ValueError(
+            f"columns={text!r}: write PART=COLUMN[,PART=COLUMN...] with messages, or with prompt and completion; the "
+            f"parts are {', '.join(PARTS)}"
+        )
+    return names
 
 
 @settings
@@ -35,6 +50,8 @@ class PrepareConfig:
     """Column of Parquet and Arrow, key of JSON lines."""
     chat: bool = False
     """Records are conversations: they go through the tokenizer's chat template, and assistant turns count."""
+    columns: str = ""
+    """Where conversations of another form are: PART=COLUMN[,PART=COLUMN...], as prompt=question,completion=answer."""
     drop_duplicates: bool = False
     """Keep the first of documents with equal bytes."""
     align_tokens: PositiveInt = 1
@@ -64,6 +81,9 @@ class PrepareConfig:
                 "tokenizer='bytes': bytes have no chat template: give a folder with a tokenizer that has one "
                 "(--tokenizer FOLDER), or leave chat out"
             )
+        if self.columns and not self.chat:
+            raise ValueError(f"columns={self.columns!r}: are of conversations (--chat); text has --text-column")
+        chat_columns(self.columns)
         if self.weights and len(self.weights) != len(self.sources):
             raise ValueError(f"weights={self.weights!r}: give one for each of the {len(self.sources)} sources, or none")
         if self.row_group_tokens % self.align_tokens:

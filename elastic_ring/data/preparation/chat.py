@@ -2,7 +2,9 @@
 
 A conversation goes through the tokenizer's own chat template. Its assistant turns count, as the template's marks
 `{% generation %}` say. A template without marks is rendered up to each assistant turn and with it: what was added is
-the turn. `transformers` is imported only where a tokenizer is opened.
+the turn. Where a template writes earlier turns anew, as those do that drop what was thought, a conversation becomes
+several documents, so that each turn counts as it is generated. `transformers` is imported only where a tokenizer is
+opened.
 
 A template is a stranger's program: it runs in a process of its own, with a bound on memory and time.
 """
@@ -19,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -32,14 +35,33 @@ from elastic_ring.data.tokenizer import open_saved, open_tokenizer
 from elastic_ring.errors import ElasticRingError
 from elastic_ring.files import cut, plain_json
 
+CALLS = "function_call"
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= {CALLS: "assistant", "observation": "tool"}
 SHAREGPT = {**ROLES, "human": "user", "gpt": "assistant"}
-"""The role for each value of `role` or of ShareGPT's `from`."""
+"""The role for each value of `role` or of ShareGPT's `from`. LLaMA-Factory has calls and their results as roles."""
+FORMS: tuple[Mapping[str, tuple[str, ...]], ...] = (
+    {"messages": ("messages",)},
+    {"messages": ("conversations",)},
+    {"prompt": ("prompt",), "completion": ("completion",)},
+    {
+        "prompt": ("instruction",),
+        "input": ("input", "context"),
+        "completion": ("output", "response"),
+        "history": ("history",),
+    },
+)
+"""The columns of each part of a record: OpenAI's, ShareGPT's, a prompt with its completion, Alpaca's and Dolly's."""
+IN_ANY_FORM: Mapping[str, tuple[str, ...]] = {"system": ("system",), "tools": ("tools",)}
+TEXT_PARTS = ("text", "input_text", "output_text")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message with what was thought before it."""
 IN_LOSS = ("weight", "train", "loss")
 """Keys of a message that say whether it counts: 0 or false leaves it out."""
-RULES = 3
+RULES = 4
 """Version of what records become. Raise it with every change: no preparation then goes on under other rules."""
 CALL = {"place": "here"}
+TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 RENDER_S, RENDER_BYTES = 5.0, 1 << 30
 """CPU time and memory, beside its process's own, of one rendering of a template."""
@@ -55,46 +77,102 @@ class Message(TypedDict):
     """A message that the chat template sees; records may have more keys, as `tool_calls`."""
 
     role: str
-    content: str | None
+    content: str | list[dict[str, str]] | None
 
 
 class Conversations:
     """Records that are conversations. A document is one as JSON: its messages, the numbers of those that count, and
-    the tools that it may call."""
+    the tools that it may call. `columns`: where records of no common form have each part."""
 
     is_text = False
-    columns: tuple[str, ...] = ("messages", "conversations", "prompt")
     description = "a conversation"
+
+    def __init__(self, columns: Mapping[str, str] | None = None) -> None:
+        named = {part: (name,) for part, name in (columns or {}).items()}
+        self._forms = [{**IN_ANY_FORM, **form} for form in ([named] if named else FORMS)]
+        first = [form.get("messages") or form["prompt"] for form in self._forms]
+        self.columns = tuple(name for names in first for name in names)
+        rest = {name: None for form in self._forms for names in form.values() for name in names}
+        self.others = tuple(name for name in rest if name not in self.columns)
 
     def document(self, record: Any) -> bytes:
         """Raises KeyError for a record without a conversation, ValueError for one that cannot be trained on."""
         if not isinstance(record, Mapping):
             raise ValueError(f"it is a {type(record).__name__}")
-        column = next((name for name in self.columns if record.get(name) is not None), None)
-        if column is None:
-            raise KeyError(column)
-        prompt = _messages(record[column], "user") if column == "prompt" else []
-        rest = _messages(record.get("completion"), "assistant") if column == "prompt" else _messages(record[column])
+        form = self._form(record)
+        value = {part: _value(record, names) for part, names in form.items()}
+        before = _before(value) if "prompt" in form else []
+        rest = _messages(value["completion"], "assistant") if "prompt" in form else _messages(value["messages"])
         if not rest:
             raise ValueError("it has no messages")
         if all(message["role"] != "assistant" for message, _ in rest):
             raise ValueError("it has no assistant turn, so that nothing counts in the loss")
-        messages = [message for message, _ in prompt + rest]
-        system = record.get("system")
+        messages = [message for message, _ in before + rest]
+        system = value["system"]
         if not isinstance(system, str | None):
             raise ValueError(f"its system is a {type(system).__name__} and no text")
         if system and messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, {"role": "system", "content": system})
+            before.insert(0, (messages[0], False))
         elif system and messages[0]["content"] != system:
             raise ValueError("its system and the system message in its list differ: keep one of them")
-        first = len(messages) - len(rest)
-        turns = [at for at, (message, counts) in enumerate(rest, first) if counts and message["role"] == "assistant"]
-        if not turns:
+        flags = [counts and message["role"] == "assistant" for message, counts in before + rest]
+        if not any(flags):
             raise ValueError("nothing counts in the loss: its assistant turns are all marked so; leave the record out")
-        tools = _without_nulls(record.get("tools"))
-        if tools is not None and not isinstance(tools, list):
-            raise ValueError(f"its tools are a {type(tools).__name__} and no list")
-        return json.dumps({"messages": messages, "turns": turns, "tools": tools}, ensure_ascii=False).encode()
+        turns = [number for number, counts in enumerate(flags) if counts]
+        return json.dumps(
+            {"messages": messages, "turns": turns, "tools": _tools(value["tools"])}, ensure_ascii=False
+        ).encode()
+
+    def _form(self, record: Mapping[str, Any]) -> Mapping[str, tuple[str, ...]]:
+        """The first form of which the record has all that is needed, else the first of which it has something."""
+        for needed in (("messages", "prompt", "completion"), ("messages", "prompt")):
+            for form in self._forms:
+                if all(any(record.get(name) is not None for name in form[part]) for part in needed if part in form):
+                    return form
+        raise KeyError(self.columns[0])
+
+
+def _value(record: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """What a record has in these columns, of which one may be filled."""
+    filled = [name for name in names if record.get(name)]
+    if len(filled) > 1:
+        raise ValueError(f"it has {' and '.join(map(repr, filled))}: --columns names the one to take")
+    return record[filled[0]] if filled else next((record[name] for name in names if record.get(name) is not None), None)
+
+
+def _tools(value: Any) -> list[Any] | None:
+    """Tools as OpenAI has them, of a list or its JSON; names and parameters alone are a function's."""
+    tools = _parsed(value, "its tools") if isinstance(value, str) and value.strip() else _without_nulls(value) or None
+    if not isinstance(tools, list | None):
+        raise ValueError(f"its tools are a {type(tools).__name__} and no list")
+    return [
+        {"type": "function", "function": {key: part for key, part in tool.items() if key != "type"}}
+        if isinstance(tool, Mapping) and "name" in tool and "function" not in tool
+        else tool
+        for tool in tools or ()
+    ] or None
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return plain_json(text)
+    except ValueError as error:
+        raise ValueError(f"{name} are no JSON: {error}") from error
+
+
+def _before(value: Mapping[str, Any]) -> list[tuple[Message, bool]]:
+    """The messages before a completion: none counts but the answers of Alpaca's history."""
+    history = value.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise ValueError("its history is no list of pairs of a question and its answer")
+    turns = [each for ask, answer in history for each in _messages(ask, "user") + _messages(answer, "assistant")]
+    prompt, more = value["prompt"], value.get("input")
+    if more:
+        if not (isinstance(prompt, str) and isinstance(more, str)):
+            raise ValueError("its prompt and its input are not both text")
+        prompt = f"{prompt}\n{more}"
+    return turns + [(message, False) for message, _ in _messages(prompt, "user")]
 
 
 def _messages(value: Any, role: str = "") -> list[tuple[Message, bool]]:
@@ -114,13 +192,41 @@ def _message(number: int, turn: Any) -> tuple[Message, bool]:
     role, content = (turn.pop(key, None) for key in keys)
     if not isinstance(role, str) or role not in roles:
         raise ValueError(f"message {number} has the role {role!r}: known are {', '.join(roles)}")
-    if not isinstance(content, str) and not (content is None and "tool_calls" in turn):
+    content = _text(number, content)
+    if role == CALLS and isinstance(content, str):
+        thought, mark, text = content.rpartition("</think>")
+        calls = _parsed(text, f"message {number}'s calls")
+        content, turn["tool_calls"] = thought + mark, _calls(number, calls if isinstance(calls, list) else [calls])
+    elif CALLS in turn:  # as OpenAI once had them
+        turn["tool_calls"] = _calls(number, [turn.pop(CALLS)])
+    elif isinstance(turn.get("tool_calls"), str):
+        turn["tool_calls"] = _parsed(turn["tool_calls"], f"message {number}'s tool_calls")
+    if not isinstance(content, str | list) and not (content is None and "tool_calls" in turn):
         raise ValueError(f"message {number} has {type(content).__name__} and no text in it")
     flags = {key: turn.pop(key) for key in IN_LOSS if key in turn}  # which no template sees
     for key, flag in flags.items():
         if flag not in (0, 1):  # False and True are
             raise ValueError(f"message {number} has {key}={flag!r}: 0 or false leaves it out of the loss, 1 counts it")
     return {**turn, "role": roles[role], "content": content}, all(flags.values())
+
+
+def _text(number: int, content: Any) -> Any:
+    """The content of a message, where it is a list of one text that text. Raises ValueError for other parts."""
+    if not isinstance(content, list):
+        return content
+    texts: list[dict[str, str]] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise ValueError(f"message {number} has a part of type {kind!r}: only parts of text are trained on")
+        texts.append({"type": "text", "text": part["text"]})
+    return texts if len(texts) > 1 else texts[0]["text"] if texts else None
+
+
+def _calls(number: int, calls: list[Any]) -> list[Any]:
+    if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise ValueError(f"message {number} has a {CALLS} without a name: give name and arguments")
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _with_arguments(message: Message, kind: type | None) -> Message:
@@ -147,6 +253,13 @@ def _with_call_arguments(call: Any, kind: type) -> Any:
     if isinstance(arguments, Mapping) and kind is str:
         return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return call
+
+
+def _thoughts(message: Message) -> str:
+    """What a turn thinks before its answer, by a key of its own or before `</think>`."""
+    content = message["content"]
+    before = content.rpartition("</think>")[0].rpartition("<think>")[2] if isinstance(content, str) else ""
+    return str(next((message[key] for key in THOUGHTS if message.get(key)), before)).strip()  # type: ignore[literal-required]
 
 
 def _without_nulls(value: Any) -> Any:
@@ -250,18 +363,54 @@ class ChatTokenizer:
         self._where = where
         self._way_out = ("" if self._has_marks else PUT_MARKS) + "leave such conversations out"
         self._arguments = self._kind_of_arguments()
+        self._takes_parts, self._needs_parts = self._kind_of_content()
         identity = [RULES, plain.sha256, template, self._tokenizer.special_tokens_map]
         self.sha256 = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def encode(self, conversations: Sequence[bytes]) -> list[tuple[Tokens, Counted]]:
-        """The tokens of each without the end of a document, and which of them and of that end count. The end counts
-        where the template has written it itself. Raises ValueError for a conversation without counted tokens, and what
-        the template raises."""
-        return [self._encode(**plain_json(conversation)) for conversation in conversations]
+        """The tokens of the documents of each without their end, and which of them and of that end count. The end
+        counts where the template has written it itself. Raises ValueError for a conversation without counted tokens,
+        and what the template raises."""
+        return [document for each in conversations for document in self._encode(**plain_json(each))]
 
-    def _encode(self, messages: list[Message], turns: list[int], tools: list[Any] | None) -> tuple[Tokens, Counted]:
+    def _encode(
+        self, messages: list[Message], turns: list[int], tools: list[Any] | None
+    ) -> list[tuple[Tokens, Counted]]:
+        messages = [self._with_content(_with_arguments(message, self._arguments)) for message in messages]
+        if not self._writes_calls and any(message.get("tool_calls") for message in messages):
+            raise ValueError("its chat template writes no tool_calls: give one that does, or leave such ones out")
+        if tools and not self._writes_tools:
+            raise ValueError("its chat template writes no tools: give one that does, or leave the tools out")
+        documents, num_tokens = [], 0
+        for stop, part in self._parts(messages, turns, tools):
+            documents.append(self._document(messages[:stop], part, tools))
+            num_tokens += len(documents[-1][0])
+            if num_tokens > MAX_RECORD_BYTES // 4:
+                raise ValueError(f"its turns, each with what comes before it, are over {num_tokens:,} tokens")
+        return documents
+
+    def _parts(self, messages: list[Message], turns: list[int], tools: list[Any] | None) -> list[tuple[int, list[int]]]:
+        """(number of messages, turns that count) of each document: a turn begins a new one where the template writes
+        what comes before it otherwise than when that was generated. Raises ValueError for thoughts that it drops."""
+        parts: list[list[int]] = []
+        before, whole = "", self._rendered(messages, tools)[0]
+        for turn in turns:
+            text = whole if turn + 1 == len(messages) else self._rendered(messages[: turn + 1], tools)[0]
+            if (thoughts := _thoughts(messages[turn])) not in text:
+                raise ValueError(
+                    f"its chat template drops what message {turn + 1} thinks ({cut(thoughts, 40)!r}): give one that "
+                    "writes it, or leave the thoughts out"
+                )
+            if not parts or not text.startswith(before):
+                parts.append([])
+            parts[-1].append(turn)
+            before = text
+        stops = [part[-1] + 1 for part in parts[:-1]]
+        stops.append(len(messages) if whole.startswith(before) else parts[-1][-1] + 1)
+        return list(zip(stops, parts, strict=True))
+
+    def _document(self, messages: list[Message], turns: list[int], tools: list[Any] | None) -> tuple[Tokens, Counted]:
         masks: list[Any] = []
-        messages = [_with_arguments(message, self._arguments) for message in messages]
         if self._has_marks:
             text, spans = self._rendered(messages, tools)
             encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -282,17 +431,42 @@ class ChatTokenizer:
     def _kind_of_arguments(self) -> type | None:
         """Whether the template takes a call's arguments as a mapping, as transformers documents it, or joins them as
         text. None where neither is known; they stay as a record has them."""
-        if str(CALL) not in (self._with_call(CALL) or str(CALL)):
+        text = self._with_call(CALL)
+        self._writes_calls = text is None or "look" in text or "here" in text
+        if str(CALL) not in (text or str(CALL)):
             return dict
         return str if self._with_call(json.dumps(CALL)) is not None else None
+
+    def _kind_of_content(self) -> tuple[bool, bool]:
+        """Whether the template writes a list of texts as it writes text, and whether it writes lists alone."""
+        parts = [{"type": "text", "text": "Look."}]
+        text, listed = (self._tried({"role": "assistant", "content": each}, each) for each in ("Look.", parts))
+        return text == listed, "Look." not in (text or "") and "Look." in (listed or "")
+
+    def _with_content(self, message: Message) -> Message:
+        """The message with its content as the template takes it. Servers, too, put a line between texts of a list."""
+        content = message["content"]
+        if isinstance(content, str) and self._needs_parts:
+            return {**message, "content": [{"type": "text", "text": content}]}
+        is_taken = self._needs_parts or (self._takes_parts and message["role"] in ("user", "assistant"))
+        if isinstance(content, list) and not is_taken:
+            return {**message, "content": "\n".join(part["text"] for part in content)}
+        return message
+
+    @cached_property
+    def _writes_tools(self) -> bool:
+        return "look" in (self._tried({"role": "assistant", "content": "Yes."}, tools=[TOOL]) or "look")
 
     def _with_call(self, arguments: object) -> str | None:
         """What the template writes of a call with these arguments; None where it refuses it."""
         call = {"id": "000000000", "type": "function", "function": {"name": "look", "arguments": arguments}}
-        question: Message = {"role": "user", "content": "Look."}
-        turns = [question, cast(Message, {"role": "assistant", "content": "", "tool_calls": [call]})]
+        return self._tried({"role": "assistant", "content": "", "tool_calls": [call]})
+
+    def _tried(self, answer: object, question: object = "Look.", tools: list[Any] | None = None) -> str | None:
+        """What the template writes of an answer; None where it refuses it."""
+        turns = [{"role": "user", "content": question}, answer]
         try:
-            return self._rendered(turns)[0]
+            return self._rendered(cast(list[Message], turns), tools)[0]
         except ValueError:
             if os.getpid() not in _IDLE:  # it went beyond its bounds
                 raise
@@ -329,7 +503,8 @@ class ChatTokenizer:
         texts = [self._rendered(messages, tools)[0]]
         for turn in turns:
             texts.append(self._rendered(messages[:turn], tools, asks=True)[0] if turn else "")
-            texts.append(self._rendered(messages[: turn + 1], tools)[0])
+            is_whole = turn + 1 == len(messages)
+            texts.append(texts[0] if is_whole else self._rendered(messages[: turn + 1], tools)[0])
         whole, *parts = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         counted = np.zeros(len(whole), dtype=np.bool_)
         if turns[0] == 0 and not self._has_marks:

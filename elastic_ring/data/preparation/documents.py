@@ -35,7 +35,7 @@ BUFFER_BYTES = 1 << 20
 NUM_ROWS = 256  # of Parquet that are decoded at once, at most
 OBJECT_BYTES = 64  # of a value of Python, besides its content
 RECORD_BYTES_PER_PART, LIST_BYTES_PER_PART = 32, 8  # texts, commas and brackets of JSON; lists are of short records
-MAX_NAMED = 20
+MAX_NAMED = 32
 """How many bad inputs of a piece are named; all are counted."""
 MAX_WORDS = 500  # characters about one bad input
 MAX_NO_TEXT = 0.1
@@ -89,11 +89,12 @@ class Tally:
 class TextIn:
     """A document is the text in one column or key of a record, or a text file.
 
-    As `Conversations`: `columns` are keys of records and columns of tables, of which each record needs one;
-    `description` is of a record, for messages.
+    As `Conversations`: `columns` are keys of records and columns of tables, of which each record needs one, `others`
+    those that it may have; `description` is of a record, for messages.
     """
 
     is_text = True
+    others: tuple[str, ...] = ()
 
     def __init__(self, column: str) -> None:
         self.columns: tuple[str, ...] = (column,)
@@ -322,10 +323,7 @@ class _SpanReader:
             tokens = "; tokens are trained on with --data shards:URI" if self.content.is_text else ""
             self._refuse(f"has no column {self._missing_columns(schema.names)}{tokens}")
         elif not self.content.is_text:
-            columns += [
-                name for name in ("completion", "system", "tools") if name in schema.names and name not in columns
-            ]
-            return columns
+            return columns + [name for name in self.content.others if name in schema.names]
         for name in columns:
             if schema.names.count(name) > 1:
                 self._refuse(f"has {schema.names.count(name)} columns {name!r}")
@@ -339,7 +337,7 @@ class _SpanReader:
 
     def _missing_columns(self, names: Any) -> str:
         """The columns that a table or record with these `names` lacks, and the way out."""
-        way_out = "--text-column names the one to take" if self.content.is_text else "name one of them so"
+        way_out = "--text-column names the one to take" if self.content.is_text else "--columns names others"
         if self.content.is_text and not {"messages", "conversations"}.isdisjoint(names):
             way_out = "elastic-ring data prepare --chat takes conversations"
         return f"{' or '.join(map(repr, self.content.columns))}: it has {', '.join(map(str, names))}; {way_out}"

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from elastic_ring.data.filesystem import patiently
 from elastic_ring.data.manifest import COLUMN, COUNTED, MAX_MANIFEST_BYTES, OFFSET, TOKENS_KEY, Dropped, Shard
 from elastic_ring.data.packing import Counted, Starts, Tokens
-from elastic_ring.data.preparation import PrepareConfig
+from elastic_ring.data.preparation import PrepareConfig, chat_columns
 from elastic_ring.data.preparation.chat import ChatTokenizer, Conversations
 from elastic_ring.data.preparation.documents import Tally, TextIn, read_documents
 from elastic_ring.data.preparation.inputs import Piece
@@ -144,7 +144,9 @@ class PieceWorker:
             return []
 
     def _documents(self, piece: Piece, tally: Tally) -> Iterator[bytes]:
-        content = Conversations() if self.config.chat else TextIn(self.config.text_column)
+        content = (
+            Conversations(chat_columns(self.config.columns)) if self.config.chat else TextIn(self.config.text_column)
+        )
         return read_documents(piece, content, tally)
 
     def _kept_documents(self, piece: Piece, tally: Tally, repeated: set[int]) -> Iterator[bytes]:

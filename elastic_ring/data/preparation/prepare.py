@@ -77,7 +77,7 @@ Session = Callable[[int], AbstractContextManager[None]]
 """Joins a Ray, or starts one with so many CPUs: `elastic_ring.runtime.driver.ray_session.cluster`."""
 DECIDE_NOTHING = (
     *("sources", "out", "tokenizer", "end_of_document", "workers"),
-    *("on_bad_input", "max_bad_share", "allow_left_out", "chat"),
+    *("on_bad_input", "max_bad_share", "allow_left_out", "chat", "columns"),
 )
 """Settings that do not change the result, or whose effect `Plan.settings` has as digests."""
 MAX_NAMED = 100
@@ -139,7 +139,7 @@ def plan_of(config: PrepareConfig, tokenizer: Tokenizer, chat: ChatTokenizer | N
         del decides[name]
     decides |= {"tokenizer_sha256": tokenizer.sha256, "weights": list(config.weights)}
     if chat is not None:
-        decides |= {"chat_rules": RULES, "chat_sha256": chat.sha256}
+        decides |= {"chat_rules": RULES, "chat_sha256": chat.sha256, "columns": config.columns}
     facts = [[[file.name, file.kind, file.num_bytes] for file in listing.files] for listing in listings]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     pieces = [piece for index, listing in enumerate(listings) for piece in cut(listing, index, config.piece_bytes)]

@@ -294,6 +294,146 @@ def test_an_end_that_the_template_writes_is_the_documents_and_counts(saved: Path
     assert counted_text(saved, document) == "two" + END
 
 
+# ------------------------------------------------------------ forms that people have
+
+SPEAKS = "{% for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}" + CLOSE
+THINKS = (
+    "{% if tools %}" + OPEN + "tools\n{{ tools | tojson }}" + CLOSE + "{% endif %}"
+    "{% set n = namespace(last=0) %}{% for message in messages %}"
+    "{% if message.role == 'user' %}{% set n.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for message in messages %}" + OPEN + "{{ message.role }}\n{% set text = message.content or '' %}"
+    "{% if loop.index0 < n.last %}{% set text = text.split('</think>')[-1] %}{% endif %}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ text }}" + SPEAKS + "{% endgeneration %}"
+    "{% else %}{{ text }}" + CLOSE + "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}" + OPEN + "assistant\n{% endif %}"
+)
+"""Drops what was thought before the last question, as Qwen3's template does."""
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "nullable": None}}}
+SYSTEM, TALK = {"role": "system", "content": "be brief"}, messages("one", "two", "three", "four")
+ASKS = {"name": "look", "arguments": {"at": 1}}
+LOOKS: list[dict[str, Any]] = [
+    *messages("where?"),
+    {"role": "assistant", "content": "<think>here</think>", "tool_calls": [{"type": "function", "function": ASKS}]},
+    {"role": "tool", "content": "there"},
+    {"role": "assistant", "content": "<think>so</think>there"},
+]
+THOUGHT = messages("one", "<think>1</think>two", "three", "<think>3</think>four")
+THOUGHT += [*LOOKS, *messages("more", "done")]
+OF_LOOKS = [
+    {"from": "human", "value": "where?"},
+    {"from": "function_call", "value": "<think>here</think>" + json.dumps(ASKS)},
+    {"from": "observation", "value": "there"},
+    {"from": "gpt", "value": "<think>so</think>there"},
+]
+FORMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], Any, list[list[int]]]] = {
+    "messages": ({"messages": TALK}, TALK, None, [[1, 3]]),
+    "content lists": (
+        {"messages": [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in TALK]},
+        TALK,
+        None,
+        [[1, 3]],
+    ),
+    "sharegpt": ({"conversations": of_sharegpt(TALK)}, TALK, None, [[1, 3]]),
+    "sharegpt with system and tools": (
+        {"conversations": of_sharegpt(TALK), "system": "be brief", "tools": [TOOL]},
+        [SYSTEM, *TALK],
+        [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
+        [[2, 4]],
+    ),
+    "sharegpt with calls": ({"conversations": OF_LOOKS}, LOOKS, None, [[1, 3]]),
+    "alpaca": (
+        {"instruction": "three", "input": "3", "output": "four", "history": [["one", "two"]], "system": "be brief"},
+        [SYSTEM, *messages("one", "two", "three\n3", "four")],
+        None,
+        [[2, 4]],
+    ),
+    "dolly": (
+        {"instruction": "one", "context": "1", "response": "two", "category": "qa"},
+        messages("one\n1", "two"),
+        None,
+        [[1]],
+    ),
+    "prompt and completion": ({"prompt": "one", "completion": "two"}, messages("one", "two"), None, [[1]]),
+    "tools as text": (
+        {"messages": LOOKS, "tools": json.dumps([TOOL["function"]])},
+        LOOKS,
+        [TOOL],
+        [[1, 3]],
+    ),
+    "thoughts": ({"messages": THOUGHT}, THOUGHT, None, [[1], [3], [5, 7], [9]]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_of_each_form_the_assistants_turns_count_as_they_are_generated(saved: Path, tmp_path: Path, form: str) -> None:
+    """By the tokenizer's own template: what a turn adds to its prompt; each document is what it writes up to there."""
+    record, turns, tools, parts = FORMS[form]
+    plain = THINKS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    reference = T.AutoTokenizer.from_pretrained(other(saved, tmp_path / "plain", plain))
+    for name, template in (("marked", THINKS), ("plain", None)):
+        folder = other(saved, tmp_path / name, template) if template else tmp_path / "plain"
+        source = write(tmp_path / f"{name}.jsonl", [record, record])
+        documents = counted_of(tmp_path / f"out-{name}", chat(tmp_path / f"out-{name}", source, folder))
+        assert len(documents) == 2 * len(parts)
+        for part, document in zip(parts * 2, documents, strict=True):
+
+            def written(stop: int, **settings: Any) -> str:
+                text: str = reference.apply_chat_template(turns[:stop], tools=tools, tokenize=False, **settings)
+                return text
+
+            last = len(turns) if part == parts[-1] else part[-1] + 1
+            ids = reference.apply_chat_template(turns[:last], tools=tools, return_dict=False)
+            assert [token for token, _ in document] == [*ids, 0]
+            generated = [written(turn + 1).removeprefix(written(turn, add_generation_prompt=True)) for turn in part]
+            assert counted_text(saved, document) == "".join(generated)
+            assert not any(OPEN in text for text in generated)
+
+
+def test_columns_of_other_names_are_named_and_nothing_is_lost_in_silence(saved: Path, tmp_path: Path, capsys) -> None:
+    row = {"question": "one", "about": "1", "answer": "two", "messages": None}
+    (tmp_path / "a").mkdir()
+    write(tmp_path / "a" / "a.parquet", [row])
+    write(tmp_path / "a" / "b.jsonl", [row, {"question": "x", "answer": "two"}])
+    words = ["prepare", "--chat", "--workers=0", "--source", str(tmp_path / "a"), "--tokenizer", str(saved)]
+    named = "prompt=question,input=about,completion=answer"
+    assert command.main([*words, "--out", str(tmp_path / "out"), "--columns", named]) == 0
+    documents = counted_of(tmp_path / "out", read_manifest(f"{tmp_path}/out/manifest.json"))
+    assert [counted_text(saved, document) for document in documents] == [f"two{CLOSE}"] * 3
+    capsys.readouterr()
+    for wrong in ("prompt=question", "prompt=a,completion", "prompt=a,completion=b,robot=c", "messages"):
+        assert command.main([*words, "--out", str(tmp_path / "wrong"), "--columns", wrong]) == 2
+        assert f"columns={wrong!r}: write PART=COLUMN" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"columns='messages=a': are of conversations \(--chat\)"):
+        prepared(tmp_path / "wrong", tmp_path / "a", columns="messages=a")
+    drops = PLAIN.replace("message.content", "message.content.split('</think>')[-1]")
+    calls = [TALK[0], {"role": "assistant", "content": "", "tool_calls": LOOKS[1]["tool_calls"]}]
+    for number, (template, record, told) in enumerate(
+        (
+            (PLAIN, {"messages": TALK, "tools": [TOOL]}, "its chat template writes no tools: give one that does"),
+            (PLAIN, {"messages": calls}, "its chat template writes no tool_calls: give one that does"),
+            (drops, {"messages": THOUGHT[:4]}, r"its chat template drops what message 2 thinks \('1'\): give one"),
+        )
+    ):
+        source = write(tmp_path / f"{number}.jsonl", [record])
+        with pytest.raises(ValueError, match=told):
+            chat(tmp_path / f"{number}", source, other(saved, tmp_path / f"{number}-tokenizer", template))
+
+
+@pytest.mark.parametrize("takes", ["text", "either", "lists"])
+def test_texts_of_a_list_are_joined_unless_the_template_takes_lists(saved: Path, tmp_path: Path, takes: str) -> None:
+    listed = "{% for part in message.content %}{{ part.text }}{% endfor %}"
+    either = "{% if message.content is string %}{{ message.content }}{% else %}" + listed + "{% endif %}"
+    writes = {"text": "{{ message.content }}", "either": either, "lists": listed}[takes]
+    folder = other(saved, tmp_path / "tokenizer", PLAIN.replace("{{ message.content }}", writes))
+    two = [{"type": "text", "text": text} for text in ("two", "2")]
+    rows = [{"messages": [TALK[0], {"role": "assistant", "content": content}]} for content in (two, "three")]
+    manifest = chat(tmp_path / "out", write(tmp_path / "a.jsonl", rows), folder)
+    expected = ["two\n2" if takes == "text" else "two2", "three"]
+    assert [counted_text(saved, each) for each in counted_of(tmp_path / "out", manifest)] == [
+        text + CLOSE for text in expected
+    ]
+
+
 # ------------------------------------------------------------ shards and digests
 
 
@@ -356,7 +496,7 @@ def test_no_preparation_goes_on_under_other_rules_and_what_is_prepared_trains(
     record["settings"] |= {"chat_sha256": first_rules}
     record["settings"].pop("chat_rules", None)
     path.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=r"another preparation: chat_rules was None, is 3; chat_sha256 was .* folder"):
+    with pytest.raises(ValueError, match=r"another preparation: chat_rules was None, is 4; chat_sha256 was .* folder"):
         chat(tmp_path / "out", source, saved)
     assert PreparedTokens.of(str(tmp_path / "out" / "manifest.json"), 48).open().read(0).counted is not None
     assert read_manifest(str(tmp_path / "out" / "manifest.json")) == manifest
@@ -464,7 +604,10 @@ def test_the_loss_is_that_of_a_plain_loop_of_transformers_with_labels(saved: Pat
 
 GOOD = {"messages": messages("one", "two")}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no field": ({"text": "x"}, "line 2 at byte .* has no 'messages' or 'conversations' or 'prompt': it has text"),
+    "no field": (
+        {"text": "x"},
+        "line 2 at byte .* has no 'messages' or 'conversations' or 'prompt' or 'instruction': it has text",
+    ),
     "no completion": ({"prompt": "x"}, "a list of messages is needed where it has NoneType"),
     "empty": ({"messages": []}, "it has no messages"),
     "no list": ({"messages": "x"}, "a list of messages is needed where it has str"),
@@ -475,9 +618,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "unknown sender": ({"conversations": [{"from": "bing", "value": "a"}]}, "message 1 has the role 'bing'"),
     "no content": ({"messages": [{"role": "assistant"}]}, "message 1 has NoneType and no text in it"),
-    "parts": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1 has list and no text in it"),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
+        "message 1 has a part of type 'image_url': only parts of text are trained on",
+    ),
+    "call": ({"conversations": [{"from": "function_call", "value": "f()"}]}, "message 1's calls are no JSON: "),
+    "nameless call": ({"conversations": [{"from": "function_call", "value": "{}"}]}, "message 1 has a function_call w"),
+    "history": ({"instruction": "a", "output": "b", "history": ["c"]}, "its history is no list of pairs"),
+    "two answers": ({"instruction": "a", "output": "b", "response": "c"}, "it has 'output' and 'response': --columns"),
+    "tools of text": ({**GOOD, "tools": "look"}, "its tools are no JSON: "),
     "no assistant": ({"messages": messages("a")}, "it has no assistant turn, so that nothing counts in the loss"),
-    "tools": ({**GOOD, "tools": "[]"}, "its tools are a str and no list"),
+    "tools": ({**GOOD, "tools": "{}"}, "its tools are a dict and no list"),
     "weight": ({"messages": [{**GOOD["messages"][0], "weight": 0.5}]}, "message 1 has weight=0.5: 0 or false leaves"),
     "train": ({"messages": [{**GOOD["messages"][0], "train": "no"}]}, "message 1 has train='no': 0 or false leaves"),
     "none counts": (
