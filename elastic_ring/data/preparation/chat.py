@@ -93,7 +93,7 @@ class Conversations:
         first = [form.get("messages") or form["prompt"] for form in self._forms]
         self.columns = tuple(name for names in first for name in names)
         rest = {name: None for form in self._forms for names in form.values() for name in names}
-        self.others = tuple(name for name in rest if name not in self.columns)
+        self.optional_columns = tuple(name for name in rest if name not in self.columns)
 
     def document(self, record: Any) -> bytes:
         """Raises KeyError for a record without a conversation, ValueError for one that cannot be trained on."""

@@ -89,12 +89,12 @@ class Tally:
 class TextIn:
     """A document is the text in one column or key of a record, or a text file.
 
-    As `Conversations`: `columns` are keys of records and columns of tables, of which each record needs one, `others`
-    those that it may have; `description` is of a record, for messages.
+    As `Conversations`: `columns` are keys of records and columns of tables, of which each record needs one; it may have
+    `optional_columns`, too. `description` is of a record, for messages.
     """
 
     is_text = True
-    others: tuple[str, ...] = ()
+    optional_columns: tuple[str, ...] = ()
 
     def __init__(self, column: str) -> None:
         self.columns: tuple[str, ...] = (column,)
@@ -323,7 +323,7 @@ class _SpanReader:
             tokens = "; tokens are trained on with --data shards:URI" if self.content.is_text else ""
             self._refuse(f"has no column {self._missing_columns(schema.names)}{tokens}")
         elif not self.content.is_text:
-            return columns + [name for name in self.content.others if name in schema.names]
+            return columns + [name for name in self.content.optional_columns if name in schema.names]
         for name in columns:
             if schema.names.count(name) > 1:
                 self._refuse(f"has {schema.names.count(name)} columns {name!r}")

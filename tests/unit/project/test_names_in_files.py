@@ -64,6 +64,7 @@ NAMELESS = {
     },
     "the text and the token that ends it": {
         "data.preparation.chat ChatTokenizer.encode",
+        "data.preparation.chat _parsed",
         "data.preparation.chat _with_call_arguments",
         "data.preparation.documents _parse_json",
         "data.tokenizer open_tokenizer",
