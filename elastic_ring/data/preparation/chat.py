@@ -101,7 +101,8 @@ class Conversations:
             raise ValueError(f"it is a {type(record).__name__}")
         form = self._form(record)
         value = {part: _value(record, names) for part, names in form.items()}
-        before = _before(value) if "prompt" in form else []
+        history = value.get("history") or []
+        before = _before(value["prompt"], value.get("input"), history) if "prompt" in form else []
         rest = _messages(value["completion"], "assistant") if "prompt" in form else _messages(value["messages"])
         if not rest:
             raise ValueError("it has no messages")
@@ -124,7 +125,7 @@ class Conversations:
             {"messages": messages, "turns": turns, "tools": _tools(value["tools"])}, ensure_ascii=False
         ).encode()
 
-    def _form(self, record: Mapping[str, Any]) -> Mapping[str, tuple[str, ...]]:
+    def _form(self, record: Mapping[str, object]) -> Mapping[str, tuple[str, ...]]:
         """The first form of which the record has all that is needed, else the first of which it has something."""
         for needed in (("messages", "prompt", "completion"), ("messages", "prompt")):
             for form in self._forms:
@@ -133,7 +134,7 @@ class Conversations:
         raise KeyError(self.columns[0])
 
 
-def _value(record: Mapping[str, Any], names: Sequence[str]) -> Any:
+def _value(record: Mapping[str, object], names: Sequence[str]) -> Any:
     """What a record has in these columns, of which one may be filled."""
     filled = [name for name in names if record.get(name)]
     if len(filled) > 1:
@@ -161,13 +162,11 @@ def _parsed(text: str, name: str) -> Any:
         raise ValueError(f"{name} are no JSON: {error}") from error
 
 
-def _before(value: Mapping[str, Any]) -> list[tuple[Message, bool]]:
+def _before(prompt: Any, more: Any, history: Any) -> list[tuple[Message, bool]]:
     """The messages before a completion: none counts but the answers of Alpaca's history."""
-    history = value.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise ValueError("its history is no list of pairs of a question and its answer")
     turns = [each for ask, answer in history for each in _messages(ask, "user") + _messages(answer, "assistant")]
-    prompt, more = value["prompt"], value.get("input")
     if more:
         if not (isinstance(prompt, str) and isinstance(more, str)):
             raise ValueError("its prompt and its input are not both text")
