@@ -326,9 +326,12 @@ class StepConfig:
 
 @settings
 class OptimConfig:
-    """AdamW with warm-up and a schedule."""
+    """AdamW or Muon, with warm-up and a schedule."""
 
     _prefix: ClassVar[str] = "OptimConfig "
+
+    optimizer: Annotated[Literal["adamw", "muon"], Flag("optimizer")] = "adamw"
+    """muon: Muon for the matrices of the layers, with AdamW's rate and weight decay, and AdamW for the rest."""
 
     peak_lr: Annotated[float, Field(gt=0, allow_inf_nan=False), Must("a number above 0")] = 3e-4
     """Learning rate after the warm-up."""

@@ -28,9 +28,10 @@ KINDS = (
 )
 EXCHANGES = ("dispatch", "combine")
 """Before rows go to their experts, and before results return; in backward before their gradients do."""
-PHASES = ("forward", "backward", "reduce", "vote", "apply", "idle", "heal", "upload", "commit", *EXCHANGES)
-"""`upload`: in the middle of a rank's file of the checkpoint of `step` steps. `commit`: in the coordinator, between the
-last of these files and the manifest."""
+PHASES = ("forward", "backward", "reduce", "vote", "update", "apply", "idle", "heal", "upload", "commit", *EXCHANGES)
+"""`update`: before each exchange of Muon's. `upload`: in the middle of a rank's file of the checkpoint of `step` steps.
+`commit`: in the coordinator, between the last of these files and the manifest."""
+WITH_HOPS = ("forward", "backward", "update", *EXCHANGES)
 GPU_KINDS = ("poison",)
 FLIP_KINDS = ("flip", "wrong")
 FLIPPED = ("backward", "reduce", "apply")
@@ -42,7 +43,7 @@ ROLES = ("spare", "donor")
 @dataclass(frozen=True)
 class Fault:
     """One planned fault. `rank=None`, in phase heal only: any rank with that `role`. `hop`: number of the ring's hop,
-    or of the exchange of experts in the step."""
+    or of the exchange of experts or of the update in the step."""
 
     kind: str
     step: int
@@ -96,8 +97,8 @@ def _parse(part: str) -> Fault:
     if role is not None and (role not in ROLES or phase != "heal"):
         raise ValueError(f"faults: role={role!r} in {part!r}; use role=spare or role=donor, with phase=heal")
     hop = _number(fields, "hop", part)
-    if hop is not None and phase not in ("forward", "backward", *EXCHANGES):
-        raise ValueError(f"faults: hop={hop} in {part!r} needs phase={', '.join(('forward', 'backward', *EXCHANGES))}")
+    if hop is not None and phase not in WITH_HOPS:
+        raise ValueError(f"faults: hop={hop} in {part!r} needs phase={', '.join(WITH_HOPS)}")
     rank = _number(fields, "rank", part)
     if rank is None and phase != "heal":
         rank = 0

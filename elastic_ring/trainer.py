@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from torch import nn
 
@@ -45,7 +45,7 @@ class ElasticRingTrainer:
             beside the run's folder (`DatasetTokens` for other columns and tokenizers).
         loss: (model, batch) -> (sum over this slice's targets, number of targets); by default next-token cross-entropy.
         scaling_config, run_config, step_config, optim_config: settings; see their classes.
-        optimizer: named local shards -> optimizer; by default AdamW with `optim_config`.
+        optimizer: "muon", "adamw", or named local shards -> optimizer; by default as `optim_config` says.
         initial: initial values by parameter name; by default the module's own under the seed.
         units: the submodules that FSDP2 gathers one at a time; by default the items of the largest ModuleList.
         pattern: which keys each layer's attention keeps, as `LayerPatterns` or in the short form of
@@ -76,7 +76,7 @@ class ElasticRingTrainer:
         run_config: RunConfig | None = None,
         step_config: StepConfig | None = None,
         optim_config: OptimConfig | None = None,
-        optimizer: OptimizerFactory | None = None,
+        optimizer: OptimizerFactory | Literal["adamw", "muon"] | None = None,
         initial: Initial | None = None,
         units: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
         pattern: LayerPatterns | str | None = None,

@@ -126,6 +126,7 @@ class GpuRun:
     """In place of the preset's; 0: that."""
     linears: Literal["native", "fp8"] = "native"
     experts: Placement = "auto"
+    optimizer: Literal["adamw", "muon"] = "adamw"
     dense: bool = False
     """In place of a preset's experts, a feed-forward part of equal active FLOP."""
 
@@ -172,7 +173,9 @@ class GpuRun:
             self.hugging_face if self.preset == HF else partial(Transformer, self.model),
             RandomTokens(self.context, self.model.vocab_size, self.document_tokens),
             step_config=step,
-            optim_config=OptimConfig(peak_lr=3e-4, min_lr=3e-5, warmup_steps=min(10, steps), total_steps=steps),
+            optim_config=OptimConfig(
+                self.optimizer, peak_lr=3e-4, min_lr=3e-5, warmup_steps=min(10, steps), total_steps=steps
+            ),
             scaling_config=ScalingConfig(
                 dp=self.dp,
                 cp=self.cp,

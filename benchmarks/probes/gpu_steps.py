@@ -69,6 +69,8 @@ def one_step(
     gradient = device_digests([state.held.gradient.flat])[0].hex() if spans is not None else ""
     outcome = state.vote(step, local, boundary=False)
     mark("vote")
+    state.update(outcome)
+    mark("update")
     state.apply(outcome)
     mark("apply")
     synchronize(state.device)

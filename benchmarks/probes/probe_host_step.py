@@ -85,6 +85,7 @@ def one_step(state: Transaction, marks: Marks) -> dict[str, float]:
     marks("ready")
     outcome = state.vote(step, local, boundary=False)
     marks("voted")
+    state.update(outcome)
     state.apply(outcome)
     marks("applied")
     synchronize(state.device)

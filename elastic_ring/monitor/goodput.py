@@ -17,7 +17,7 @@ from elastic_ring.control.facts import StartStage
 if TYPE_CHECKING:
     from elastic_ring.monitor.metrics import Recovery
 
-CLOCK_PARTS = ("idle", "forward", "backward", "reduce", "vote", "apply", "other", "data")
+CLOCK_PARTS = ("idle", "forward", "backward", "reduce", "vote", "update", "apply", "other", "data")
 """Parts of a step on one rank; `other` has the rare ones: validating, saving, compiling, rebuilding. Waits for
 data lie within the other parts."""
 

@@ -35,10 +35,11 @@ class Phase(enum.IntEnum):
     FINALIZE = 10
     COMPILE = 11
     SAVE = 12
+    UPDATE = 13
 
 
 _MAGIC = 0x45525354
-_VERSION = 2
+_VERSION = 3
 _FILE_BYTES = 256
 _HEADER = struct.Struct("@IIqq")  # magic, version, pid, training thread's native tid
 _BEGUN_SLOT = 3  # in 8-byte words: the counter of the stamp that is being written

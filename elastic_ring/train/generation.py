@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_ring.attention.comm.exchange import HopBuffers
@@ -21,6 +21,7 @@ from elastic_ring.attention.lowering.call_plan import PlanCache
 from elastic_ring.data.loader import Loader
 from elastic_ring.experts.exchange import ExpertExchange, LoadMeter
 from elastic_ring.mesh import Coordinate, Mesh
+from elastic_ring.train.muon import Division
 
 
 class ProcessGroups(Protocol):
@@ -52,7 +53,7 @@ class Generation:
     an aborted exchange may still write to its buffers.
 
     `id`: (term, generation). `hosts`: of the ring's ranks, where known. `experts`: the exchange of the layers whose
-    tokens travel to their experts.
+    tokens travel to their experts. `division`: of Muon's matrices.
     """
 
     groups: ProcessGroups
@@ -63,6 +64,8 @@ class Generation:
     loads: LoadMeter | None
     buffers: HopBuffers = field(default_factory=HopBuffers)
     plans: PlanCache = field(default_factory=PlanCache)
+    division: Division | None = None
+    abandoned: list[Tensor] = field(default_factory=list)
 
     @property
     def mesh(self) -> Mesh:

@@ -7,13 +7,14 @@ tensors, never a DTensor, so its step runs without a collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from elastic_ring.config import CpuOffload, OptimConfig
 from elastic_ring.experts.exchange import BIAS
+from elastic_ring.train.muon import Muon
 
 __all__ = ["OptimConfig", "OptimizerFactory", "Schedule", "learning_rate", "make_optimizer"]
 
@@ -92,13 +93,14 @@ def make_own_optimizer(factory: OptimizerFactory, local_shards: list[tuple[str, 
     return optimizer
 
 
-def check_cpu_offload(cpu_offload: CpuOffload, factory: OptimizerFactory | None) -> None:
-    """Raises ValueError for a user's optimizer with offloaded state, which is updated a few parameters at a time: it
-    might count its steps, or look at all parameters together."""
-    if cpu_offload != "none" and factory is not None:
+def check_cpu_offload(cpu_offload: CpuOffload, factory: OptimizerFactory | None, config: OptimConfig) -> None:
+    """Raises ValueError for Muon or a user's optimizer with offloaded state, which is updated a few parameters at a
+    time: it might count its steps, or look at all parameters together."""
+    if cpu_offload != "none" and (factory is not None or config.optimizer != "adamw"):
+        name = "one of your own" if factory is not None else config.optimizer
         raise ValueError(
-            f"cpu_offload={cpu_offload!r}: serves the built-in AdamW, and optimizer= gives one of your own: leave "
-            "one of them out"
+            f"cpu_offload={cpu_offload!r}: serves the built-in AdamW, and optimizer= gives {name}: leave one of them "
+            "out"
         )
 
 
@@ -122,7 +124,7 @@ def check_optimizer(optimizer: object, local_shards: Sequence[tuple[str, Tensor]
         for name in sorted(named & names):
             raise ValueError(
                 f"optimizer {name} {why}: take one that works element by element or row by row, such as "
-                "AdamW, Adam, SGD, RMSprop, Adagrad or Lion"
+                "AdamW, Adam, SGD, RMSprop, Adagrad or Lion, or the built-in Muon, optimizer='muon'"
             )
     own = {id(tensor): name for name, tensor in local_shards}
     held = [id(param) for group in optimizer.param_groups for param in group["params"]]
@@ -138,17 +140,19 @@ def make_optimizer(
     config: OptimConfig,
     full_ndims: Mapping[str, int],
     device: torch.device | None = None,
+    matrices: Collection[str] = (),
 ) -> torch.optim.AdamW:
     """AdamW over a rank's shards, which may be empty: plain tensors in groups, each in the given order.
 
     Biases that balance experts move against their gradient's sign. Weight decay applies to parameters
     of two or more dimensions; `full_ndims` has those of each whole parameter, since a shard may be flat. Steps are
-    computed on `device`, by default the shards'. Raises ValueError for a name that `full_ndims` lacks.
+    computed on `device`, by default the shards'. `matrices` are Muon's. Raises ValueError for a name that
+    `full_ndims` lacks.
     """
     missing = [name for name, _ in local_shards if name not in full_ndims]
     if missing:
         raise ValueError(f"full_ndims has no entry for {', '.join(missing)}; give the dimensions of every parameter")
-    decayed = [tensor for name, tensor in local_shards if full_ndims[name] >= 2]
+    decayed = [tensor for name, tensor in local_shards if full_ndims[name] >= 2 and name not in matrices]
     balancing = [tensor for name, tensor in local_shards if is_balance(name)]
     undecayed = [tensor for name, tensor in local_shards if full_ndims[name] < 2 and not is_balance(name)]
     groups = [
@@ -156,10 +160,15 @@ def make_optimizer(
         {"params": undecayed, "weight_decay": 0.0},
         # Without memory Adam's step is the gradient's sign: scaling and clipping change nothing.
         {"params": balancing, "weight_decay": 0.0, "betas": (0.0, 0.0), "eps": SIGN_EPS, "lr_scale": BALANCE_SCALE},
+        {
+            "params": [tensor for name, tensor in local_shards if name in matrices],
+            "weight_decay": config.weight_decay,
+            "muon": True,
+        },
     ]
     groups = [group for group in groups if group["params"]]
     # Fused: one pass over memory instead of a dozen. On a CPU it would change the bits for no gain.
     fused = any((device or tensor.device).type == "cuda" for _, tensor in local_shards)
-    return torch.optim.AdamW(
+    return (Muon if matrices else torch.optim.AdamW)(
         groups, lr=learning_rate(0, config), betas=config.betas, eps=config.eps, foreach=not fused, fused=fused
     )

@@ -1,8 +1,8 @@
-"""The step as a transaction: compute, reduce, vote, apply, and what survives an interruption.
+"""The step as a transaction: compute, reduce, vote, update, apply, and what survives an interruption.
 
 A `Transaction` outlives generations. Its shard is valid unless an apply was interrupted. Its reduced gradient is kept
 until its own apply has ended: a rank that entered a vote can still apply it when a survivor delivers the result later
-(roll forward). No membership here and no messages.
+(roll forward). `update` exchanges Muon's matrices in between. No membership here and no messages.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from elastic_ring.control.decisions.loss_spikes import SpikeBallot, SpikeWatch
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.sampling.order import SampleOrder
+from elastic_ring.errors import PeerFailed
 from elastic_ring.experts.exchange import LoadMeter, expert_layers
 from elastic_ring.state.checkpoints.checkpoint import Reader
 from elastic_ring.state.device_sums import squared_norm
@@ -33,11 +34,13 @@ from elastic_ring.state.shard import Shard
 from elastic_ring.train.generation import ExchangeWaits, Generation, ProcessGroups, Watch, connect_experts
 from elastic_ring.train.gradient import Gradient
 from elastic_ring.train.memory import MemoryGauge, MemoryRelief, keep_activations
+from elastic_ring.train.muon import Division, Muon, Update, matrix_parts
 from elastic_ring.train.optim import learning_rate, make_optimizer, make_own_optimizer
 from elastic_ring.train.passes import DIGITS, BitFlips, Local, checksum, compute, has_check
 from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.task import TrainingTask
+from elastic_ring.train.update import exchange_update, repeat_update
 from elastic_ring.train.vote import (
     NOTHING,
     Ballot,
@@ -80,6 +83,7 @@ class TrainingState:
     shard: Shard | None = None
     reduced: Gradient | None = None
     unapplied: Outcome | None = None  # the result of step `applied`, not applied yet
+    update: Update | None = None  # this rank's rows of its orthogonalised matrices
     last: Vote | None = None  # the result of step `applied` - 1
     back: MustGoBack | None = None  # the request of the last applied step
     applying: bool = False
@@ -220,7 +224,10 @@ class Transaction:
         if self.task.frozen is not None:
             self._frozen.fill(maker, model, self.task.frozen, (coordinate.cp_rank, mesh.cp))
         rows = local_params(model)
-        params = {name: rows[name] for name in trained_shapes(model, self.task.frozen)}
+        shapes = trained_shapes(model, self.task.frozen)
+        params = {name: rows[name] for name in shapes}
+        matrices = matrix_parts(model, units) if self.task.optim.optimizer == "muon" else {}
+        self._now.division = Division(shapes, matrices, mesh.cp) if matrices else None
         if keep:
             assert self.shard is not None
             self.shard.rebind(params)
@@ -233,7 +240,7 @@ class Transaction:
             shard = Shard(
                 coordinate.cp_rank,
                 params,
-                make_optimizer(named, self.task.optim, ndims, self.device)
+                make_optimizer(named, self.task.optim, ndims, self.device, matrices)
                 if optimizer is None
                 else make_own_optimizer(optimizer, named),
                 cpu_offload=self.options.cpu_offload,
@@ -295,9 +302,11 @@ class Transaction:
         assert step == self.applied, (step, self.applied)
         if (back := self.held.back) is not None and back.facts["step"] + 1 == step:
             raise copy(back)  # a member died in that step, and the generation that should have heard it had ended
+        self.held.update = None
         local = compute(self, step)
         self.reduce(step)
         outcome = self.vote(step, local, boundary=boundary, flags=flags)
+        self.update(outcome)
         self.apply(outcome)
         return outcome, local
 
@@ -354,6 +363,11 @@ class Transaction:
             raise
         return outcome
 
+    def update(self, outcome: Outcome) -> None:
+        """Exchange what Muon computes with whole matrices, inside each ring. May be aborted; no state changes."""
+        if self.now.division is not None and not outcome.skip:
+            exchange_update(self, outcome)
+
     def apply(self, outcome: Outcome) -> None:
         """Scale, clip and update the local shard; no exchange, never interrupted.
 
@@ -369,11 +383,15 @@ class Transaction:
         self.watch("apply", step)
         if not outcome.skip:
             gradient.flat.mul_(outcome.scale(optim.clip_norm))
+            if isinstance(shard.optimizer, Muon):
+                assert held.update is not None
+                assert held.update.step == step
+                shard.optimizer.take(held.update, shard.params)
             shard.apply(gradient.views, rate)
             self.flips.flip("apply", lambda: list(shard.params.values()))
         gradient.step, self._suspicion = None, None
         shard.advance(skipped=outcome.skip, in_a_row=outcome.skips_in_a_row(shard.counters.skipped_in_a_row))
-        held.last, held.unapplied, held.applying = outcome.vote, None, False
+        held.last, held.unapplied, held.update, held.applying = outcome.vote, None, None, False
         if spikes is not None:
             spikes.saw(step, outcome.loss, outcome.spike)
         held.back = None
@@ -385,7 +403,15 @@ class Transaction:
             held.back = copy(back)  # without a traceback, whose frames hold this very state
             raise
 
-    def roll_forward(self, vote: Vote) -> None:
-        """Apply a result that this rank missed and a survivor had. Idempotent."""
-        if self.applied == vote.step:
-            self.apply(Outcome(vote))
+    def roll_forward(self, vote: Vote, *, holds: bool = True) -> None:
+        """Apply a result that this rank missed and a survivor had. Idempotent. All ranks of the mesh call it, newcomers
+        without `holds`. Raises as the exchanges of an update."""
+        held, outcome, is_behind = self.held, Outcome(vote), holds and self.applied == vote.step
+        needs_update = self.task.optim.optimizer == "muon" and not outcome.skip
+        if needs_update and self._now is not None:
+            repeat_update(self, outcome, is_behind=is_behind)
+        elif needs_update and is_behind and held.update is None:
+            held.filled = False
+            raise PeerFailed(f"step {vote.step} cannot be applied outside of the mesh: its update needs other ranks")
+        if is_behind:
+            self.apply(outcome)

@@ -24,6 +24,7 @@ from elastic_ring.costs import MOST_SHARES
 from elastic_ring.experts.exchange import expert_layers, sends, spread
 from elastic_ring.model.fp8 import ALIGNED, use_fp8
 from elastic_ring.state.checkpoints.manifest import rows_of
+from elastic_ring.train.muon import matrix_parts
 from elastic_ring.train.optim import check_optimizer
 from elastic_ring.train.task import FrozenValues, Initial, TrainingTask
 
@@ -313,6 +314,11 @@ def check_own_optimizer(task: TrainingTask) -> None:
 
     An optimizer that reads values when it is made is tried by the workers only.
     """
+    if task.optim.optimizer == "muon":
+        model = meta_model(task)
+        if task.optimizer is not None or not matrix_parts(model, (task.units or largest_list)(model)):
+            reason = "optimizer= gives one of your own" if task.optimizer else "no layer has an nn.Linear or experts"
+            raise ValueError(f"OptimConfig optimizer='muon': {reason}: leave it out")
     if task.optimizer is None:
         return
     params = [(name, param.detach()) for name, param in meta_model(task).named_parameters() if param.requires_grad]

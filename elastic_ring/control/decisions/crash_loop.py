@@ -17,7 +17,7 @@ from elastic_ring.mesh import Mesh
 
 OF_ONE_DEVICE = ("poisoned device", "device error", "computed wrongly")
 """Loss reasons that mean a failed GPU; they say nothing about the step."""
-STEP_PHASES = ("forward", "backward", "compile", "apply")
+STEP_PHASES = ("forward", "backward", "compile", "update", "apply")
 FINALIZE = "finalize"
 OWN_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP")
 """Signals that a process causes by its own computation."""
@@ -64,8 +64,8 @@ def crash_of(incident: Incident, mesh: Mesh, step: int, total_steps: int) -> Cra
     for lost in incident.lost:
         if lost.global_rank is None or lost.draining or lost.reason in OF_ONE_DEVICE:
             continue
-        # If step k kills in apply, its vote may be known already; then the step that runs next is k + 1.
-        is_of_step = lost.step == step or (lost.phase == "apply" and lost.step == step - 1)
+        # If step k kills in update or apply, its vote may be known already; then the step that runs next is k + 1.
+        is_of_step = lost.step == step or (lost.phase in ("update", "apply") and lost.step == step - 1)
         is_finalizing = step >= total_steps and lost.phase == FINALIZE
         if is_finalizing or (is_of_step and lost.phase in STEP_PHASES):
             deaths.append(lost)

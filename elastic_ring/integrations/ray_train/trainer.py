@@ -136,6 +136,11 @@ class Zero3Trainer:
             **settings,
         )
         self.task = base.task
+        if self.task.optim.optimizer != "adamw":
+            raise ValueError(
+                f"optimizer={self.task.optim.optimizer!r}: DeepSpeed's shards hold no rows of matrices; leave it out, or "
+                "use ElasticRingTrainer"
+            )
         ops.check_no_experts(self.task.model)
         if self.task.frozen is not None:
             raise ValueError("lora: ZeRO-3 in Ray Train trains whole models; leave it out, or use ElasticRingTrainer")

@@ -89,6 +89,8 @@ def build_task(
         validation=sets,
     )
     task = replace(task, **{name: option for name, option in options.items() if option is not None})
+    if options["optimizer"] in ("adamw", "muon"):
+        task = replace(task, optimizer=None, optim=replace(task.optim, optimizer=options["optimizer"]))
     check_parts(task)
     for source in (task.data, *(entry.data for entry in sets.values() if entry.data is not None)):
         check_vocabulary(parts, source)
@@ -104,7 +106,7 @@ def check_settings(task: TrainingTask, scaling: ScalingConfig, run: RunConfig) -
     """Raises ValueError for settings that contradict each other."""
     step = task.step
     check_schedule(task.lr_schedule, task.optim, step.steps)
-    check_cpu_offload(scaling.cpu_offload, task.optimizer)
+    check_cpu_offload(scaling.cpu_offload, task.optimizer, task.optim)
     check_together(scaling, step, run.faults)
     check_copies(scaling.mesh, run.copies)
     check_loss_spikes(run, task.optim)

@@ -107,8 +107,9 @@ class GenerationBuild:
         if groups is not None:
             connector.join(groups)
         joined = time.monotonic()
-        if command.roll_forward is not None and not self._receives and state.valid:
-            state.roll_forward(command.roll_forward)
+        if command.roll_forward is not None:
+            with translated(connector):
+                state.roll_forward(command.roll_forward, holds=not self._receives and state.valid)
         rolled = time.monotonic()
         num_bytes = sum(self._heal(heal) for heal in command.heals if self._worker in (*heal.senders, *heal.newcomers))
         healed = time.monotonic()

@@ -52,7 +52,7 @@ from elastic_ring.train.wrap import num_frozen, num_parameters
 
 log = logging.getLogger(__name__)
 
-ABORTABLE = ("idle", "forward", "backward", "reduce", *EXCHANGES)
+ABORTABLE = ("idle", "forward", "backward", "reduce", "update", *EXCHANGES)
 KEPT_RECORDS = 16384
 Publish = Callable[[Sequence[Notice]], None]
 T = TypeVar("T")

@@ -354,10 +354,10 @@ def test_what_is_printed_reads_back_as_the_same_fault(kind, phase):
         ("kill@step=1,phase=lunch", "unknown phase 'lunch' in .*; known: forward, backward, reduce"),
         ("kill@step=1,phase=heal,role=nurse", "role='nurse' in .*; use role=spare or role=donor"),
         ("kill@step=1,phase=vote,role=donor", "role='donor' in .* with phase=heal"),
-        ("kill@step=1,phase=vote,hop=1", "hop=1 in .* needs phase=forward, backward, dispatch, combine"),
+        ("kill@step=1,phase=vote,hop=1", "hop=1 in .* needs phase=forward, backward, update, dispatch, combine"),
         ("flip@step=1,phase=idle", "flip in 'flip@step=1,phase=idle' needs phase=backward"),
         ("wrong@step=1,phase=vote", "wrong in 'wrong@step=1,phase=vote' needs phase=backward"),
-        ("kill@step=1,hop=1", "hop=1 in .* needs phase=forward, backward, dispatch, combine"),
+        ("kill@step=1,hop=1", "hop=1 in .* needs phase=forward, backward, update, dispatch, combine"),
         ("kill@step=1; freeze@step=2,rank=a", "rank='a' in 'freeze@step=2,rank=a'"),
     ],
 )

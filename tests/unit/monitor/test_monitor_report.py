@@ -549,6 +549,7 @@ def test_where_the_time_of_a_step_goes_is_told_with_the_rank_that_took_longest(r
         "backward": 1.0,
         "reduce": 0.0,
         "vote": 0.0,
+        "update": 0.0,
         "apply": 0.1,
         "other": 0.0,
         "data": 0.0,

@@ -268,8 +268,8 @@ def abort_until_paused(me: Any) -> bool:
     return me.connector.abort_until(me.paused, 20.0)
 
 
-def roll_forward(me: Any, vote: Vote) -> None:
-    me.state.roll_forward(vote)
+def roll_forward(me: Any, vote: Vote, *, holds: bool = True) -> None:
+    me.state.roll_forward(vote, holds=holds)
 
 
 def last_vote(me: Any) -> Vote | None:
@@ -353,14 +353,17 @@ def facts_after_a_break(
 # ------------------------------------------------------------ the same training in plain PyTorch
 
 
-def plain_training(task: TrainingTask, num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    """(losses, weights): one process, the unsharded model, dense attention, the whole batch at once."""
+def plain_training(task: TrainingTask, num_steps: int, make: Any = None) -> tuple[list[float], dict[str, Tensor]]:
+    """(losses, weights): one process, the unsharded model, dense attention, the whole batch at once. `make`: of the
+    optimizer; by default the task's."""
     model = task.model()
     assert isinstance(task.initial, Initialiser)
     initialise_module(model, task.initial)
     named = [(name, param.detach()) for name, param in model.named_parameters()]
-    make = task.optimizer or partial(
-        make_optimizer, config=task.optim, full_ndims={name: tensor.dim() for name, tensor in named}
+    make = (
+        make
+        or task.optimizer
+        or partial(make_optimizer, config=task.optim, full_ndims={name: tensor.dim() for name, tensor in named})
     )
     optimizer = make([(name, param) for name, param in model.named_parameters()])
     source, losses = task.data.open(), []

@@ -1,0 +1,85 @@
+"""The phase `update` between vote and apply: Muon's exchange, and its repetition before a roll forward.
+
+It changes no state, so an abort drops nothing. A rank applies only once all ranks have their rows, which they keep until
+their own apply has ended. So after an abort either nobody has applied and all survivors have the gradient, or each that
+is behind has its rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from elastic_ring.errors import PeerFailed
+from elastic_ring.train.muon import Among, Party, UpdateRun
+from elastic_ring.train.vote import Outcome
+
+if TYPE_CHECKING:
+    from elastic_ring.train.transaction import Transaction
+
+ABSENT, HAS_ROWS, LACKS_ROWS = range(3)
+"""Statuses of a rank: it has applied, or is a newcomer; it can apply; it cannot yet."""
+
+
+def exchange_update(state: Transaction, outcome: Outcome) -> None:
+    """A step's update, inside each ring; returns once all ranks have theirs. Raises as its exchanges."""
+    _compute(state, outcome, _ring(state))
+    gather_statuses(state, HAS_ROWS)
+
+
+def repeat_update(state: Transaction, outcome: Outcome, *, is_behind: bool) -> None:
+    """Before a roll forward, on all ranks of the mesh: if one that `is_behind` lacks its rows, all these compute the
+    update again.
+
+    A ring with a newcomer lacks its gradient: then the ranks of all rings compute together, in host memory's group.
+    Raises PeerFailed if they do not hold each cp_rank; the shards of those behind are not valid after it.
+    """
+    now, held = state.now, state.held
+    own = ABSENT if not is_behind else LACKS_ROWS if held.update is None else HAS_ROWS
+    statuses = gather_statuses(state, own)
+    if LACKS_ROWS not in statuses:
+        return
+    ranks = tuple(rank for rank, status in enumerate(statuses) if status != ABSENT)
+    cp_ranks = tuple(now.mesh.coordinate(rank).cp_rank for rank in ranks)
+    if missing := set(range(now.mesh.cp)) - set(cp_ranks):
+        held.filled = held.filled and not is_behind
+        raise PeerFailed(f"no rank of the mesh has cp_rank {min(missing)}'s gradient of step {outcome.vote.step}")
+    rings = [set(now.mesh.ring(dp_rank)) for dp_rank in range(now.mesh.dp)]
+    if is_behind and all(ring <= {*ranks} or ring.isdisjoint(ranks) for ring in rings):
+        _compute(state, outcome, _ring(state))
+    elif is_behind:
+        among, index = Among(now.groups.world, ranks), ranks.index(now.groups.global_rank)
+        _compute(state, outcome, Party(among, index, cp_ranks, torch.device("cpu"), now.abandoned))
+    gather_statuses(state, own)
+
+
+def gather_statuses(state: Transaction, status: int) -> list[int]:
+    """The status of each rank; returns once all ranks have come here."""
+    world = state.now.groups.world
+    rows = [torch.empty(1) for _ in range(world.size())]
+    world.allgather([rows], [torch.tensor([float(status)])]).wait()
+    return [int(row) for row in rows]
+
+
+def _ring(state: Transaction) -> Party:
+    now = state.now
+    cp_ranks = tuple(range(now.mesh.cp))
+    return Party(now.groups.ring, now.coordinate.cp_rank, cp_ranks, state.device, now.abandoned)
+
+
+def _compute(state: Transaction, outcome: Outcome, party: Party) -> None:
+    held, now, step = state.held, state.now, outcome.vote.step
+    assert now.division is not None
+    assert held.shard is not None
+
+    def look(number: int) -> None:
+        state.watch("update", step, number)
+        now.groups.check()
+
+    scale = outcome.scale(state.task.optim.clip_norm)
+    update = UpdateRun(now.division, held.shard, held.gradient.views, scale, party).run(step, look)
+    if state.device.type == "cuda":
+        torch.cuda.current_stream(state.device).synchronize()
+    now.groups.check()  # an abort ends NCCL's exchanges without an error
+    held.update = update

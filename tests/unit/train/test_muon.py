@@ -1,0 +1,277 @@
+"""Muon on rows that a ring shares: torch's own Muon on whole matrices, bit for bit on every ring, through breaks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from elastic_ring.control.messages import Vote
+from elastic_ring.data.sampling.order import Order
+from elastic_ring.mesh import Mesh
+from elastic_ring.model.transformer import Transformer
+from elastic_ring.runtime.groups.groups import Rendezvous
+from elastic_ring.state.checkpoints.manifest import rows_of
+from elastic_ring.state.shard import Shard
+from elastic_ring.train import update
+from elastic_ring.train.muon import (
+    COEFFICIENTS,
+    EPS,
+    NUM_ITERATIONS,
+    Division,
+    Muon,
+    Party,
+    UpdateRun,
+    newton_schulz,
+)
+from elastic_ring.train.optim import BALANCE_SCALE, SIGN_EPS, learning_rate, make_optimizer
+from elastic_ring.train.task import TrainingTask, parts_of
+from tests.unit.groups.processes import Membership, connect, membership
+from tests.unit.train.test_transaction import train_as_plain
+from tests.unit.train.tiny_task import (
+    CONTEXT,
+    EXPERTS,
+    OPTIM,
+    STEP,
+    Broken,
+    RandomText,
+    abort_until_paused,
+    begin,
+    break_off,
+    facts,
+    facts_of_steps,
+    make_task,
+    plain_training,
+    plan_break,
+    rebuild,
+    roll_forward,
+    run_steps,
+)
+
+SQUARE = Mesh(2, 2)
+MUON = replace(OPTIM, optimizer="muon")
+SENT = {"model": partial(Transformer, EXPERTS), "step": replace(STEP, experts="send")}
+MATRIX = re.compile(r".*\.(query|key|value|output|gate|up|down|[oq]\w*_proj|gate_up(_proj)?|down_proj)(\.weight)?")
+NUM_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Membership]:
+    with membership(4) as made:
+        yield made
+
+
+class Reference:
+    """torch's Muon over whole matrices, each expert and each part of a fused layer by itself, and torch's AdamW."""
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        self.views: list[tuple[Tensor, nn.Parameter, Any]] = []
+        others: dict[str, list[Tensor]] = {"decayed": [], "undecayed": [], "balancing": []}
+        for name, param in named:
+            if MATRIX.fullmatch(name) and param.dim() > 1:
+                edges = {"qkv": (0, 0.5, 0.75, 1), "gate_up": (0, 0.5, 1)}
+                parts = next((cuts for part, cuts in edges.items() if part in name), (0, 1))
+                rows = [slice(*(int(edge * param.shape[-2]) for edge in pair)) for pair in pairwise(parts)]
+                keys = rows if param.dim() == 2 else list(product(range(len(param)), rows))
+                self.views += [(param.detach()[key], param, key) for key in keys]
+            else:
+                kind = "balancing" if "balance" in name else "decayed" if param.dim() > 1 else "undecayed"
+                others[kind].append(param)
+        decay: dict[str, Any] = {"weight_decay": MUON.weight_decay}
+        views = [view for view, _, _ in self.views]
+        self.muon = torch.optim.Muon(views, adjust_lr_fn="match_rms_adamw", **decay)
+        signs = {"betas": (0.0, 0.0), "eps": SIGN_EPS, "lr_scale": BALANCE_SCALE, "weight_decay": 0.0}
+        settings: dict[str, dict[str, Any]] = {"decayed": decay, "undecayed": {"weight_decay": 0.0}, "balancing": signs}
+        groups = [{"params": params, **settings[kind]} for kind, params in others.items() if params]
+        self.adamw = torch.optim.AdamW(groups, betas=MUON.betas, eps=MUON.eps)
+        self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
+
+    def zero_grad(self) -> None:
+        self.adamw.zero_grad()
+        for _, param, _ in self.views:
+            param.grad = None
+
+    def step(self) -> None:
+        for view, param, key in self.views:
+            assert param.grad is not None
+            view.grad = param.grad[key]
+        with patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):  # in fp32, as ours on CPUs
+            self.muon.step()
+        self.adamw.step()
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1, 1), Mesh(1, 2), Mesh(1, 4), SQUARE], ids=str)
+@pytest.mark.parametrize("settings", [{}, SENT], ids=["dense", "experts"])
+def test_steps_on_a_mesh_are_those_of_torchs_muon_on_whole_matrices(
+    four: Membership, mesh: Mesh, settings: dict[str, Any]
+) -> None:
+    task = replace(make_task(optim=MUON), **settings)
+    train_as_plain(four, mesh, task, plain_training(task, NUM_STEPS, Reference))
+
+
+class OneDocument(RandomText):
+    """Sequences that plain transformers computes the same way."""
+
+    def read(self, sample_id: int) -> Any:
+        return replace(super().read(sample_id), document_starts=(0,), ends_document=False)
+
+
+def test_a_model_folder_with_fused_layers_trains_as_transformers_with_torchs_muon(
+    four: Membership, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    from elastic_ring.integrations.transformers import ring_model
+
+    sizes = {"hidden_size": 16, "intermediate_size": 23, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens: dict[str, Any] = {"vocab_size": 17, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    torch.manual_seed(0)
+    config = transformers.Phi3Config(**sizes, **tokens, num_key_value_heads=1)
+    transformers.Phi3ForCausalLM(config).save_pretrained(tmp_path)
+    model = ring_model(tmp_path)
+    task = TrainingTask(model, OneDocument(), STEP, MUON, initial=parts_of(model, STEP).initial)
+    plain = transformers.Phi3ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    optimizer, losses = Reference(list(plain.named_parameters())), []
+    source = task.data.open()
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        total, ids = torch.zeros(()), Order(STEP.seed, STEP.global_batch, source.num_sequences).sample_ids(step)
+        for sample_id in ids:
+            text = torch.from_numpy(source.read(sample_id).tokens)
+            logits = plain(text[None, :-1], use_cache=False).logits[0]
+            total = total + F.cross_entropy(logits, text[1:], reduction="sum") / (len(ids) * CONTEXT)
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, MUON)
+        optimizer.step()
+        losses.append(float(total.detach()))
+    weights = {name: param.detach() for name, param in plain.named_parameters()}
+    train_as_plain(four, Mesh(1, 2), task, (losses, weights), atol=1e-5)
+
+
+# ------------------------------------------------------------ bits
+
+SHAPES = {"odd": (7, 5), "tall": (9, 3), "fused": (12, 6), "experts": (3, 4, 6), "few": (3, 8), "norm": (5,)}
+PARTS = {"odd": (7,), "tall": (9,), "fused": (6, 3, 3), "experts": (2, 2), "few": (3,)}
+
+
+def updated(me: Any, where: Rendezvous, mesh: Mesh) -> dict[str, Tensor]:
+    """This rank's rows after some steps with the same gradients on every ring."""
+    connect(me, where, mesh)
+    cp_rank, generator = me.groups.global_rank, torch.Generator().manual_seed(0)
+
+    def rows() -> dict[str, Tensor]:
+        whole = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+        return {name: whole[name][slice(*rows_of(shape, cp_rank, mesh.cp))] for name, shape in SHAPES.items()}
+
+    named, ndims = rows(), {name: len(shape) for name, shape in SHAPES.items()}
+    optimizer = make_optimizer(list(named.items()), MUON, ndims, matrices=PARTS)
+    assert isinstance(optimizer, Muon)
+    shard = Shard(cp_rank, named, optimizer)
+    party = Party(me.groups.ring, cp_rank, tuple(range(mesh.cp)), torch.device("cpu"))
+    for step in range(3):
+        gradients = rows()
+        update = UpdateRun(Division(SHAPES, PARTS, mesh.cp), shard, gradients, 0.5, party).run(
+            step, lambda number: None
+        )
+        optimizer.take(update, shard.params)
+        shard.apply({name: gradient * 0.5 for name, gradient in gradients.items()}, 1e-2)
+    states = {f"{name} {key}": value for name, param in named.items() for key, value in optimizer.state[param].items()}
+    assert {name for name in states if "exp_avg_sq" in name} == {"norm exp_avg_sq"}, "matrices have one state"
+    return {**named, **{name: value for name, value in states.items() if "momentum" in name}}
+
+
+def test_the_same_gradients_give_equal_bits_on_rings_of_every_size(four: Membership) -> None:
+    found = []
+    for cp in (1, 2, 4):
+        mesh = Mesh(1, cp)
+        slices = four.all(updated, four.meeting(), mesh, ranks=range(cp))
+        found.append({name: torch.cat([part[name] for part in slices]) for name in slices[0]})
+    assert found[0].keys() > SHAPES.keys()
+    for name, value in found[0].items():
+        assert all(torch.equal(value, other[name]) for other in found[1:]), name
+
+
+@pytest.mark.parametrize("shape", [(48, 16), (16, 48)])
+def test_newton_schulz_has_the_bits_of_torchs_in_bfloat16(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    expected = _zeropower_via_newtonschulz(matrix, COEFFICIENTS, NUM_ITERATIONS, EPS)
+    assert torch.equal(newton_schulz(matrix.bfloat16()), expected)
+    assert (torch.linalg.svdvals(newton_schulz(matrix)) - 1).abs().max() < 0.35
+
+
+# ------------------------------------------------------------ broken off
+
+
+def miss_the_end(me: Any) -> None:
+    """In the next update this rank breaks off once all ranks have their rows, as the others go on to apply."""
+    gather = update.gather_statuses
+
+    def breaks(state: Any, status: int) -> list[int]:
+        update.gather_statuses = gather
+        gather(state, status)
+        raise Broken("the end of an update")
+
+    update.gather_statuses = breaks
+
+
+def vote_of_step_1(me: Any) -> Vote:
+    held = me.state.held
+    return held.last if held.unapplied is None else held.unapplied.vote
+
+
+def digests_after(four: Membership, breaking: int, newcomers: tuple[int, ...] = ()) -> list[str]:
+    """Each rank's digest after step 1, which breaks off on one rank and is rolled forward in the next generation, where
+    some ranks are newcomers; those are left out."""
+    for rank in range(4):
+        four.start(rank, break_off, 2)
+    assert four.result(breaking) == "Broken"
+    assert all(four.now(rank, abort_until_paused) for rank in range(4))
+    assert {four.result(rank) for rank in range(4) if rank != breaking} == {"GroupAborted"}
+    vote, where = four.call(breaking, vote_of_step_1), four.meeting()
+    assert vote.step == 1
+    for rank in range(4):
+        four.start(rank, partial(rebuild, keep=rank not in newcomers), where, SQUARE)
+        four.start(rank, partial(roll_forward, holds=rank not in newcomers), vote)
+    for rank in (*range(4), *range(4)):
+        four.result(rank)
+    found = [fact for rank, fact in enumerate(four.all(facts)) if rank not in newcomers]
+    assert all((fact["applied"], fact["valid"], fact["unapplied"]) == (2, True, False) for fact in found)
+    return [fact["digest"] for fact in found]
+
+
+@pytest.fixture(scope="module")
+def calm(four: Membership) -> list[dict[str, Any]]:
+    return facts_of_steps(four, SQUARE, make_task(optim=MUON), 2)
+
+
+@pytest.mark.parametrize("newcomers", [(), (1,), (1, 2)], ids=["none", "one", "one of each ring"])
+def test_an_update_that_breaks_off_is_computed_again_with_equal_bits(
+    four: Membership, calm: list[dict[str, Any]], newcomers: tuple[int, ...]
+) -> None:
+    """Rank 1 breaks off after an exchange: the other ring has its rows, and waits. A newcomer has no gradient, so the
+    rest of both rings computes together."""
+    four.all(begin, four.meeting(), SQUARE, make_task(optim=MUON))
+    four.call(1, plan_break, "update", 1, 2)
+    expected = [fact["digest"] for rank, fact in enumerate(calm) if rank not in newcomers]
+    assert digests_after(four, 1, newcomers) == expected
+
+
+def test_a_rank_that_has_its_rows_applies_them_when_the_others_have_gone_on(
+    four: Membership, calm: list[dict[str, Any]]
+) -> None:
+    four.all(begin, four.meeting(), SQUARE, make_task(optim=MUON))
+    four.all(run_steps, 1)
+    four.call(3, miss_the_end)
+    assert digests_after(four, 3) == [fact["digest"] for fact in calm]
