@@ -17,6 +17,7 @@ from elastic_ring.state.device_sums import device_digests
 from elastic_ring.train.generation import Watch
 from elastic_ring.train.passes import compute
 from elastic_ring.train.transaction import Transaction, TransactionOptions
+from elastic_ring.train.update import exchange_update
 
 
 def connected(run: GpuRun, rank: int, port: int, prefix: str, device: torch.device) -> Groups:
@@ -69,7 +70,7 @@ def one_step(
     gradient = device_digests([state.held.gradient.flat])[0].hex() if spans is not None else ""
     outcome = state.vote(step, local, boundary=False)
     mark("vote")
-    state.update(outcome)
+    exchange_update(state, outcome)
     mark("update")
     state.apply(outcome)
     mark("apply")

@@ -41,6 +41,7 @@ from elastic_ring.train.passes import compute
 from elastic_ring.train.startup.layouts import attention_shapes
 from elastic_ring.train.startup.warm import warm_up_device
 from elastic_ring.train.transaction import Transaction
+from elastic_ring.train.update import exchange_update
 
 PARTS = ("start", "forward", "backward", "reduce", "vote", "apply")
 SAMPLE_S = 0.0005
@@ -85,7 +86,7 @@ def one_step(state: Transaction, marks: Marks) -> dict[str, float]:
     marks("ready")
     outcome = state.vote(step, local, boundary=False)
     marks("voted")
-    state.update(outcome)
+    exchange_update(state, outcome)
     state.apply(outcome)
     marks("applied")
     synchronize(state.device)

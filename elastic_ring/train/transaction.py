@@ -25,7 +25,6 @@ from elastic_ring.control.decisions.loss_spikes import SpikeBallot, SpikeWatch
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.loader import Loader
 from elastic_ring.data.sampling.order import SampleOrder
-from elastic_ring.errors import PeerFailed
 from elastic_ring.experts.exchange import LoadMeter, expert_layers
 from elastic_ring.state.checkpoints.checkpoint import Reader
 from elastic_ring.state.device_sums import squared_norm
@@ -34,13 +33,13 @@ from elastic_ring.state.shard import Shard
 from elastic_ring.train.generation import ExchangeWaits, Generation, ProcessGroups, Watch, connect_experts
 from elastic_ring.train.gradient import Gradient
 from elastic_ring.train.memory import MemoryGauge, MemoryRelief, keep_activations
-from elastic_ring.train.muon import Division, Muon, Update, matrix_parts
+from elastic_ring.train.muon import Muon, Update
 from elastic_ring.train.optim import learning_rate, make_optimizer, make_own_optimizer
 from elastic_ring.train.passes import DIGITS, BitFlips, Local, checksum, compute, has_check
 from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.task import TrainingTask
-from elastic_ring.train.update import exchange_update, repeat_update
+from elastic_ring.train.update import divide, exchange_update, repeat_update
 from elastic_ring.train.vote import (
     NOTHING,
     Ballot,
@@ -224,10 +223,8 @@ class Transaction:
         if self.task.frozen is not None:
             self._frozen.fill(maker, model, self.task.frozen, (coordinate.cp_rank, mesh.cp))
         rows = local_params(model)
-        shapes = trained_shapes(model, self.task.frozen)
-        params = {name: rows[name] for name in shapes}
-        matrices = matrix_parts(model, units) if self.task.optim.optimizer == "muon" else {}
-        self._now.division = Division(shapes, matrices, mesh.cp) if matrices else None
+        params = {name: rows[name] for name in trained_shapes(model, self.task.frozen)}
+        self._now.division = division = divide(self.task, model, units, mesh.cp)
         if keep:
             assert self.shard is not None
             self.shard.rebind(params)
@@ -240,7 +237,7 @@ class Transaction:
             shard = Shard(
                 coordinate.cp_rank,
                 params,
-                make_optimizer(named, self.task.optim, ndims, self.device, matrices)
+                make_optimizer(named, self.task.optim, ndims, self.device, division.columns if division else ())
                 if optimizer is None
                 else make_own_optimizer(optimizer, named),
                 cpu_offload=self.options.cpu_offload,
@@ -306,7 +303,7 @@ class Transaction:
         local = compute(self, step)
         self.reduce(step)
         outcome = self.vote(step, local, boundary=boundary, flags=flags)
-        self.update(outcome)
+        exchange_update(self, outcome)
         self.apply(outcome)
         return outcome, local
 
@@ -363,11 +360,6 @@ class Transaction:
             raise
         return outcome
 
-    def update(self, outcome: Outcome) -> None:
-        """Exchange what Muon computes with whole matrices, inside each ring. May be aborted; no state changes."""
-        if self.now.division is not None and not outcome.skip:
-            exchange_update(self, outcome)
-
     def apply(self, outcome: Outcome) -> None:
         """Scale, clip and update the local shard; no exchange, never interrupted.
 
@@ -406,12 +398,7 @@ class Transaction:
     def roll_forward(self, vote: Vote, *, holds: bool = True) -> None:
         """Apply a result that this rank missed and a survivor had. Idempotent. All ranks of the mesh call it, newcomers
         without `holds`. Raises as the exchanges of an update."""
-        held, outcome, is_behind = self.held, Outcome(vote), holds and self.applied == vote.step
-        needs_update = self.task.optim.optimizer == "muon" and not outcome.skip
-        if needs_update and self._now is not None:
-            repeat_update(self, outcome, is_behind=is_behind)
-        elif needs_update and is_behind and held.update is None:
-            held.filled = False
-            raise PeerFailed(f"step {vote.step} cannot be applied outside of the mesh: its update needs other ranks")
+        outcome, is_behind = Outcome(vote), holds and self.applied == vote.step
+        repeat_update(self, outcome, is_behind=is_behind, in_mesh=self._now is not None)
         if is_behind:
             self.apply(outcome)

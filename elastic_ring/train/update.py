@@ -1,19 +1,23 @@
 """The phase `update` between vote and apply: Muon's exchange, and its repetition before a roll forward.
 
-It changes no state, so an abort drops nothing. A rank applies only once all ranks have their rows, which they keep until
-their own apply has ended. So after an abort either nobody has applied and all survivors have the gradient, or each that
-is behind has its rows.
+It changes no state, so an abort drops nothing. A rank applies only once all ranks have their rows, which they keep
+until their own apply has ended. So after an abort either nobody has applied and all survivors have the gradient, or
+each that is behind has its rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from elastic_ring.errors import PeerFailed
-from elastic_ring.train.muon import Among, Party, UpdateRun
+from elastic_ring.train.muon import Among, Division, Party, UpdateRun, matrix_parts
+from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.vote import Outcome
+from elastic_ring.train.wrap import trained_shapes
 
 if TYPE_CHECKING:
     from elastic_ring.train.transaction import Transaction
@@ -22,21 +26,38 @@ ABSENT, HAS_ROWS, LACKS_ROWS = range(3)
 """Statuses of a rank: it has applied, or is a newcomer; it can apply; it cannot yet."""
 
 
+def divide(task: TrainingTask, model: nn.Module, units: Sequence[nn.Module], cp: int) -> Division | None:
+    """Who orthogonalises which matrix of a wrapped module; None without Muon."""
+    parts = matrix_parts(model, units) if task.optim.optimizer == "muon" else {}
+    return Division(trained_shapes(model, task.frozen), parts, cp) if parts else None
+
+
 def exchange_update(state: Transaction, outcome: Outcome) -> None:
-    """A step's update, inside each ring; returns once all ranks have theirs. Raises as its exchanges."""
+    """Muon's update of a step, inside each ring; returns once all ranks have theirs. Raises as its exchanges."""
+    if state.now.division is None or outcome.skip:
+        return
     _compute(state, outcome, _ring(state))
     gather_statuses(state, HAS_ROWS)
 
 
-def repeat_update(state: Transaction, outcome: Outcome, *, is_behind: bool) -> None:
+def repeat_update(state: Transaction, outcome: Outcome, *, is_behind: bool, in_mesh: bool = True) -> None:
     """Before a roll forward, on all ranks of the mesh: if one that `is_behind` lacks its rows, all these compute the
     update again.
 
     A ring with a newcomer lacks its gradient: then the ranks of all rings compute together, in host memory's group.
-    Raises PeerFailed if they do not hold each cp_rank; the shards of those behind are not valid after it.
+    Raises PeerFailed if they do not hold each cp_rank, and outside of the mesh; the shards of those behind are not
+    valid after it.
     """
-    now, held = state.now, state.held
+    held = state.held
     own = ABSENT if not is_behind else LACKS_ROWS if held.update is None else HAS_ROWS
+    if state.task.optim.optimizer != "muon" or outcome.skip or not (in_mesh or own == LACKS_ROWS):
+        return
+    if not in_mesh:
+        held.filled = False
+        raise PeerFailed(
+            f"step {outcome.vote.step} cannot be applied outside of the mesh: its update needs other ranks"
+        )
+    now = state.now
     statuses = gather_statuses(state, own)
     if LACKS_ROWS not in statuses:
         return

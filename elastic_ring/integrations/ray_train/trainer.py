@@ -136,14 +136,12 @@ class Zero3Trainer:
             **settings,
         )
         self.task = base.task
-        if self.task.optim.optimizer != "adamw":
-            raise ValueError(
-                f"optimizer={self.task.optim.optimizer!r}: DeepSpeed's shards hold no rows of matrices; leave it out, or "
-                "use ElasticRingTrainer"
-            )
         ops.check_no_experts(self.task.model)
-        if self.task.frozen is not None:
-            raise ValueError("lora: ZeRO-3 in Ray Train trains whole models; leave it out, or use ElasticRingTrainer")
+        refused = {"lora": self.task.frozen is not None, "optimizer='muon'": self.task.optim.optimizer == "muon"}
+        for name in (name for name, is_set in refused.items() if is_set):
+            raise ValueError(
+                f"{name}: ZeRO-3 in Ray Train trains whole models; leave it out, or use ElasticRingTrainer"
+            )
         check_loss_spikes(
             RunConfig(loss_spike=self.zero.loss_spike, loss_spike_actions=self.zero.loss_spike_actions), self.task.optim
         )
