@@ -111,6 +111,7 @@ class Reference:
         self.adamw.step()
 
 
+@pytest.mark.thinned(num=2)
 @pytest.mark.parametrize("mesh", [Mesh(1, 1), Mesh(1, 2), Mesh(1, 4), SQUARE], ids=str)
 @pytest.mark.parametrize("settings", [{}, SENT], ids=["dense", "experts"])
 def test_steps_on_a_mesh_are_those_of_torchs_muon_on_whole_matrices(
@@ -127,6 +128,7 @@ class OneDocument(RandomText):
         return replace(super().read(sample_id), document_starts=(0,), ends_document=False)
 
 
+@pytest.mark.slow
 def test_a_model_folder_with_fused_layers_trains_as_transformers_with_torchs_muon(
     four: Membership, tmp_path: Path
 ) -> None:
