@@ -21,6 +21,7 @@ from elastic_ring.validation import docstrings, from_plain
 
 if TYPE_CHECKING:
     from elastic_ring.data.manifest import Manifest
+    from elastic_ring.data.whole import Long
 
 CONTEXTS = (2_048, 8_192, 32_768)
 
@@ -106,7 +107,7 @@ def report(manifest: Manifest, out: str) -> list[str]:
     """Lines on the result, on what was left out, and where the manifest is; its digest last."""
     from elastic_ring.data.listing import summary
     from elastic_ring.data.manifest import MANIFEST
-    from elastic_ring.data.prepared import cut_shares
+    from elastic_ring.data.prepared import long_shares
 
     dropped, uri = manifest.dropped, f"{out.rstrip('/')}/{MANIFEST}"
     lines = [
@@ -118,8 +119,8 @@ def report(manifest: Manifest, out: str) -> list[str]:
     if manifest.num_counted is not None:
         share = manifest.num_counted / max(manifest.num_tokens, 1)
         lines.append(f"{manifest.num_counted:,} of the tokens count in the loss ({share:.1%})")
-        cut = zip(CONTEXTS, cut_shares(uri, manifest, CONTEXTS), strict=True)
-        lines.append(f"conversations cut by --context: {', '.join(f'{share:.1%} at {size:,}' for size, share in cut)}")
+        if manifest.has_index:  # pieces of an earlier version have none
+            lines += _long_lines(manifest, long_shares(uri, manifest, CONTEXTS))
     for title, groups in manifest.about.get("files", {}).items():
         lines += summary(title.replace("_", " "), groups)
     if len(manifest.sources) > 1:
@@ -129,3 +130,14 @@ def report(manifest: Manifest, out: str) -> list[str]:
             for source in manifest.sources
         ]
     return [*lines, uri, manifest.digest]
+
+
+def _long_lines(manifest: Manifest, longs: Sequence[Long]) -> list[str]:
+    """How many conversations are longer than the sequences of some contexts."""
+    num_documents, num_counted = max(manifest.num_documents, 1), max(manifest.num_counted or 0, 1)
+    return [
+        f"--context {context}: {long.num_documents / num_documents:.1%} of the conversations are longer, with "
+        f"{long.num_counted / num_counted:.1%} of the counted tokens; cut at turns, "
+        f"{long.num_left_out / num_counted:.1%} have no room with their prompt"
+        for context, long in zip(CONTEXTS, longs, strict=True)
+    ]

@@ -43,6 +43,10 @@ class DataConfig:
     """Fill documents up to multiples of this; 128 for patterns on GPUs."""
     allow_left_out: bool = False
     """Go on where a folder or pattern has more bytes that are no text than it has text."""
+    packing: Annotated[Literal["auto", "whole", "stream"], Flag("packing")] = "auto"
+    """Of a prepared corpus: whole documents, or one stream that is cut anywhere; auto: conversations whole."""
+    long_documents: Annotated[Literal["cut", "leave_out"], Flag("long_documents")] = "cut"
+    """Of packing whole: documents longer than a sequence are cut, conversations at turns, or left out."""
 
     def __post_init__(self) -> None:
         # Other processes, and later submissions, have other working directories.
@@ -147,9 +151,14 @@ def data_source(data: DataConfig, model: ModelConfig, step: StepConfig) -> Sourc
     from elastic_ring.data.filesystem import at_submission
     from elastic_ring.data.manifest import read_manifest
     from elastic_ring.data.packing import BYTE_VOCAB_SIZE, END_OF_DOCUMENT
-    from elastic_ring.data.prepared import log_documents
+    from elastic_ring.data.prepared import packing_of
     from elastic_ring.data.source import PreparedTokens, StdlibText, TextFiles, TokenShards
 
+    if data.packing == "whole" and data.source != "prepared":
+        raise ValueError(
+            f"data.packing='whole' with data.source={data.source!r}: only a prepared corpus has the lengths of its "
+            "documents: prepare it with elastic-ring data prepare, or leave --packing out"
+        )
     if data.source == "stdlib":
         return StdlibText(step.context_tokens, data.align_tokens)
     if data.source == "text":
@@ -170,9 +179,13 @@ def data_source(data: DataConfig, model: ModelConfig, step: StepConfig) -> Sourc
             f"{manifest.vocab_size:,}",
             "" if manifest.is_complete else "; the complete beginning of a preparation",
         )
-        at_submission(lambda: log_documents(data.uri, manifest, step.context_tokens))
         assert data.vocab_size is not None
-        return PreparedTokens(step.context_tokens, data.uri, data.digest, data.vocab_size, data.align_tokens)
+        sizes, packing = (data.vocab_size, data.align_tokens), packing_of(manifest, data.packing)
+        corpus = PreparedTokens(
+            step.context_tokens, data.uri, data.digest, *sizes, packing=packing, long_documents=data.long_documents
+        )
+        at_submission(lambda: corpus.log_documents(manifest))
+        return corpus
     vocab_size = data.vocab_size or model.vocab_size
     if vocab_size > model.vocab_size:
         raise ValueError(

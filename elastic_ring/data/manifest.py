@@ -29,14 +29,15 @@ MAX_MANIFEST_BYTES = 1 << 28
 MAX_COUNT, MAX_ROW_GROUPS = 1 << 53, 1 << 27
 """Bounds of a corpus: an index of its row groups is kept in memory."""
 _NAME = re.compile(r"^manifest(-\d+)?\.json$")
-_NOT_IN_DIGEST = {"digest", "about", "num_bytes", "sha256", "tokens_by_length"}
+_NOT_IN_DIGEST = {"digest", "about", "num_bytes", "sha256", "tokens_by_length", "index_sha256"}
 _NOT_IN_DIGEST |= {"num_records", "num_bad_records", "num_bad", "bad_bytes"}
 
 
 @settings
 class Shard:
     """One Parquet file of tokens. `tokens_sha256` is of its tokens, `sha256` of its bytes. `num_counted`: tokens that
-    count in the loss, by the column COUNTED; None: all do, and there is no such column."""
+    count in the loss, by the column COUNTED; None: all do, and there is no such column. `index_sha256` is of its index
+    of documents; None where it was prepared without."""
 
     name: str
     num_documents: NonNegativeInt
@@ -45,6 +46,7 @@ class Shard:
     num_bytes: PositiveInt
     sha256: str
     num_counted: NonNegativeInt | None = None
+    index_sha256: str | None = None
 
     def __post_init__(self) -> None:
         if "/" in name_below(self.name, "a shard") or max(self.num_documents, self.num_tokens) > MAX_COUNT:
@@ -135,6 +137,11 @@ class Manifest:
         """How many tokens count in the loss; None where all do."""
         counts = [shard.num_counted for source in self.sources for shard in source.shards]
         return None if None in counts else sum(num for num in counts if num is not None)
+
+    @property
+    def has_index(self) -> bool:
+        """Whether it was prepared with an index of documents, by which they can be packed whole."""
+        return all(shard.index_sha256 is not None for source in self.sources for shard in source.shards)
 
     @property
     def num_documents(self) -> int:

@@ -4,7 +4,7 @@ The corpus is one token stream: each document followed by an end-of-document tok
 1` tokens from token `i * context_tokens` on: every token of the stream is an input once, and a sequence's last token
 is only a target there. The remainder, less than one sequence, is unused. With `align_tokens`, documents are padded
 with end-of-document tokens to a multiple of it, so that each starts at such a multiple; padding is an input and never
-a target.
+a target. `whole` packs documents whole instead, by their index.
 
 A stream consists of chunks that each fit in memory; `text`, `shards` and `row_groups` provide them. No order, no mesh
 and no torch in here.
@@ -196,37 +196,49 @@ class PackedSource:
 
     def read(self, sample_id: int) -> Sample:
         """One sequence. Raises ValueError for an id out of range, or if the corpus changed since it was opened."""
-        start = sample_id * self.context_tokens
+        self._check(sample_id)
         tokens = np.empty(self.context_tokens + 1, dtype=np.int64)
-        starts = [0]
-        counted: Counted | None = None
-        filled = 0
-        for index in self._chunks_of(sample_id):
-            chunk_tokens, chunk_starts, chunk_counted = self._cache.get(index)
-            offset = start + filled - (int(self._ends[index]) - len(chunk_tokens))
-            piece = chunk_tokens[offset : offset + len(tokens) - filled]
-            tokens[filled : filled + len(piece)] = piece
-            if chunk_counted is not None:
-                counted = np.ones(len(tokens), dtype=np.bool_) if counted is None else counted
-                counted[filled : filled + len(piece)] = chunk_counted[offset : offset + len(piece)]
-            first, last = np.searchsorted(chunk_starts, (offset, offset + len(piece)))
-            starts.extend((chunk_starts[first:last] - offset + filled).tolist())
-            filled += len(piece)
-        ends_document = starts[-1] == self.context_tokens
-        inside = tuple(sorted({position for position in starts if position < self.context_tokens}))
-        return Sample(tokens, inside, ends_document, self.padding, counted)
+        counted = np.empty(self.context_tokens + 1, dtype=np.bool_)
+        starts, is_masked = self._fill(sample_id * self.context_tokens, tokens, counted)
+        ends_document = self.context_tokens in starts[-1:]
+        inside = tuple(sorted({0, *starts} - {self.context_tokens}))
+        return Sample(tokens, inside, ends_document, self.padding, counted if is_masked else None)
 
     def read_ahead(self, sample_ids: Sequence[int]) -> None:
         """Begin to load the chunks of these sequences in the background, as far as half of the cache holds them."""
         chunks = dict.fromkeys(index for sample_id in sample_ids for index in self._chunks_of(sample_id))
         self._cache.load_ahead(chunks)
 
-    def _chunks_of(self, sample_id: int) -> range:
+    def _fill(self, begin: int, tokens: NDArray[np.int64], counted: Counted) -> tuple[list[int], bool]:
+        """Put the stream's tokens from `begin` on into `tokens`, and which count into `counted`. Gives where documents
+        start in `tokens`, and whether a mask says what counts."""
+        starts, filled, is_masked = list[int](), 0, False
+        counted[:] = True
+        for index in self._chunks_between(begin, begin + len(tokens)):
+            chunk_tokens, chunk_starts, chunk_counted = self._cache.get(index)
+            offset = begin + filled - (int(self._ends[index]) - len(chunk_tokens))
+            piece = chunk_tokens[offset : offset + len(tokens) - filled]
+            tokens[filled : filled + len(piece)] = piece
+            if chunk_counted is not None:
+                is_masked = True
+                counted[filled : filled + len(piece)] = chunk_counted[offset : offset + len(piece)]
+            first, last = np.searchsorted(chunk_starts, (offset, offset + len(piece)))
+            starts.extend((chunk_starts[first:last] - offset + filled).tolist())
+            filled += len(piece)
+        return starts, is_masked
+
+    def _chunks_of(self, sample_id: int) -> Sequence[int]:
+        self._check(sample_id)
+        return self._chunks_between(sample_id * self.context_tokens, (sample_id + 1) * self.context_tokens + 1)
+
+    def _chunks_between(self, begin: int, end: int) -> range:
+        """The chunks with the tokens [begin, end) of the stream."""
+        first, last = np.searchsorted(self._ends, (begin, end - 1), side="right")
+        return range(int(first), int(last) + 1)
+
+    def _check(self, sample_id: int) -> None:
         if not 0 <= sample_id < self.num_sequences:
             raise ValueError(f"sample_id={sample_id}: {self.describe} has sequences 0 to {self.num_sequences - 1}")
-        start = sample_id * self.context_tokens
-        first, last = np.searchsorted(self._ends, (start, start + self.context_tokens), side="right")
-        return range(int(first), int(last) + 1)
 
 
 def check_context(context_tokens: int, align_tokens: int = 1) -> None:

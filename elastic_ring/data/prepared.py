@@ -1,8 +1,8 @@
 """Training data from a manifest: token shards that `prepare` has written, read by row groups.
 
 The manifest gives vocabulary, end of document, alignment and mixture. Its shards' sizes give every sequence its place
-without reading them. What a step reads is a pure function of the seed, the step and the manifest; where a run's corpus
-grows, of the manifests and the steps from which they hold.
+without reading them; where documents are packed whole, their lengths do. What a step reads is a pure function of the
+seed, the step and the manifest; where a run's corpus grows, of the manifests and the steps from which they hold.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 from pyarrow import fs
 from pydantic import Field
 
 from elastic_ring.control.messages import CorpusVersion
+from elastic_ring.data.document_index import read_index
 from elastic_ring.data.filesystem import located, reading
 from elastic_ring.data.manifest import Manifest, is_manifest, read_manifest
-from elastic_ring.data.packing import MAX_VOCAB_SIZE, Files, PackedSource, Sample, Starts, check_context
+from elastic_ring.data.packing import MAX_VOCAB_SIZE, Files, PackedSource, Sample, check_context
 from elastic_ring.data.row_groups import RowGroups
 from elastic_ring.data.sampling.mixed_order import MixedOrder, Numbering, Version
-from elastic_ring.errors import StorageFailed
+from elastic_ring.data.whole import RULES, Long, LongDocuments, WholeSource, long_documents, place
 from elastic_ring.files import absolute, shown_url, with_access
 from elastic_ring.validation import PositiveInt, settings
 
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 CACHE_BYTES, LEAST_CACHE_BYTES = 256 << 20, 32 << 20
 BLOCK_ROW_GROUPS, WINDOW_BLOCKS = 8, 8
 """Row groups that are read one after the other, and how many such blocks are mixed: 4 Mi tokens at 64 Ki each."""
-NUM_STRETCHES, STRETCH_ROW_GROUPS = 4, 8
-"""The sample of a corpus: so many stretches, evenly spaced, of so many row groups each; 2 Mi tokens by default."""
+Packing = Literal["stream", "whole"]
+Auto = Literal["auto"]
 _NUMBERED = re.compile(r"^manifest-(\d+)\.json$")
 
 
@@ -55,7 +55,8 @@ class PreparedTokens:
     """The corpus of the manifest `uri`, packed into sequences of `context_tokens`.
 
     `PreparedTokens.of(uri, context_tokens)` reads the manifest for the rest. Opening it refuses a manifest whose digest
-    has changed. `later` has the manifests by which the corpus grows, in order.
+    has changed. `later` has the manifests by which the corpus grows, in order. `packing`: one stream of tokens, or
+    `whole` documents; then `long_documents` are those that are longer than a sequence.
     """
 
     _prefix: ClassVar[str] = "PreparedTokens "
@@ -66,6 +67,8 @@ class PreparedTokens:
     vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]
     align_tokens: PositiveInt = 1
     later: tuple[Later, ...] = ()
+    packing: Packing = "stream"
+    long_documents: LongDocuments = "cut"
 
     def __post_init__(self) -> None:
         check_context(self.context_tokens, self.align_tokens)
@@ -75,27 +78,44 @@ class PreparedTokens:
             raise ValueError(f"PreparedTokens later={self.later}: the first steps must rise")
 
     @classmethod
-    def of(cls, uri: str, context_tokens: int) -> PreparedTokens:
-        """Read the manifest and pin its digest; log documents that are longer than a sequence and, from a sample of the
-        shards, conversations that are cut. Raises ValueError for what cannot be read."""
+    def of(
+        cls,
+        uri: str,
+        context_tokens: int,
+        *,
+        packing: Packing | Auto = "auto",
+        long_documents: LongDocuments = "cut",
+    ) -> PreparedTokens:
+        """Read the manifest and pin its digest; log how documents fit into sequences. `packing="auto"`: conversations
+        whole, if the corpus was prepared with their lengths. Raises ValueError for what cannot be read."""
         manifest = read_manifest(uri)
-        log_documents(uri, manifest, context_tokens)
-        return cls(context_tokens, uri, manifest.digest, manifest.vocab_size, manifest.align_tokens)
+        sizes, how = (manifest.vocab_size, manifest.align_tokens), packing_of(manifest, packing)
+        data = cls(context_tokens, uri, manifest.digest, *sizes, packing=how, long_documents=long_documents)
+        data.log_documents(manifest)
+        return data
 
     def open(self) -> PreparedCorpus:
-        """Read the manifests, and no shard. Raises ValueError for one that is not what it was."""
+        """Read the manifests and, for whole documents, their lengths, and no shard. Raises ValueError for one that is
+        not what it was."""
         used = [(self.uri, self.digest), *((later.uri, later.digest) for later in self.later)]
         manifests = [pinned_manifest(uri, digest) for uri, digest in used]
         uris = [later.uri for later in self.later]
         for (before, after), uri in zip(pairwise(manifests), uris, strict=True):
             check_grown(before, after, uri)
-        streams = [self._stream(index, manifests[-1]) for index in range(len(manifests[0].sources))]
         firsts = [0, *(later.first_step for later in self.later)]
-        sizes = [
-            [max(source.num_tokens - 1, 0) // self.context_tokens for source in manifest.sources]
-            for manifest in manifests
-        ]
-        facts = ["prepared", self.context_tokens, [manifest.digest for manifest in manifests], firsts]
+        facts: list[object] = ["prepared", self.context_tokens, [manifest.digest for manifest in manifests], firsts]
+        nums = range(len(manifests[0].sources))
+        if self.packing == "whole":
+            facts += ["whole", RULES, self.long_documents]
+            streams: list[PackedSource] = [self._whole(index, manifests) for index in nums]
+            by_source = [stream.placed.sizes for stream in streams if isinstance(stream, WholeSource)]
+            sizes = [list(of_version) for of_version in zip(*by_source, strict=True)]
+        else:
+            streams = [PackedSource(**self._stream(index, manifests[-1])) for index in nums]
+            sizes = [
+                [max(source.num_tokens - 1, 0) // self.context_tokens for source in manifest.sources]
+                for manifest in manifests
+            ]
         return PreparedCorpus(
             tuple(streams),
             tuple(source.weight or 1.0 for source in manifests[0].sources),
@@ -107,10 +127,34 @@ class PreparedTokens:
             held=(0,) * len(streams),
         )
 
-    def _stream(self, index: int, manifest: Manifest) -> PackedSource:
+    def _whole(self, index: int, manifests: Sequence[Manifest]) -> WholeSource:
+        manifest, source = manifests[-1], manifests[-1].sources[index]
+        if not manifest.has_index:
+            raise ValueError(
+                f"packing='whole': {shown_url(self.uri)} was prepared without the lengths of its documents: prepare it "
+                "anew into another folder, or take packing='stream'"
+            )
+        documents = read_index(self.uri, source, self.context_tokens + 1)
+        shards = [len(each.sources[index].shards) for each in manifests]
+        placed = place(
+            documents,
+            [int(documents.by_shard[num - 1]) if num else 0 for num in shards],
+            self.context_tokens,
+            align_tokens=manifest.align_tokens,
+            window_tokens=BLOCK_ROW_GROUPS * manifest.row_group_tokens,
+            long=self.long_documents,
+        )
+        return WholeSource(
+            **self._stream(index, manifest),
+            placed=placed,
+            end_of_document=manifest.end_of_document,
+            align_tokens=manifest.align_tokens,
+        )
+
+    def _stream(self, index: int, manifest: Manifest) -> dict[str, Any]:
         source = manifest.sources[index]
         chunks = RowGroups(self.uri, manifest, source)
-        return PackedSource(
+        return dict(
             chunks=chunks,
             ends=chunks.ends,
             context_tokens=self.context_tokens,
@@ -121,6 +165,22 @@ class PreparedTokens:
             padding=manifest.end_of_document if manifest.align_tokens > 1 else None,
             cache_bytes=max(LEAST_CACHE_BYTES, CACHE_BYTES // len(manifest.sources)),
         )
+
+    def log_documents(self, manifest: Manifest) -> None:
+        """Log how the documents of this corpus fit into sequences. Raises as `open`."""
+        context, masked = self.context_tokens, manifest.num_counted is not None
+        if self.packing == "whole":
+            log.info("%s", _whole_line(self.open(), manifest, self.long_documents))
+        elif masked:
+            problem = "conversations are cut where sequences end, and the rest of each trains without its prompt: "
+            way_out = "packing whole keeps them" if manifest.has_index else "prepare the corpus anew to pack them whole"
+            log.warning("context_tokens=%d: %s%s", context, problem, way_out)
+        elif manifest.longest_document_tokens > context:
+            log.info(
+                "documents of up to %s tokens are packed over several sequences of context_tokens=%d",
+                f"{manifest.longest_document_tokens:,}",
+                context,
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +263,13 @@ class PreparedCorpus:
             raise ValueError(f"sample_id={sample_id}: this part has sequences 0 to {self.num_sequences - 1}")
         source, sequence = self.numbering.place(sample_id)
         return self.streams[source], self.held[source] + sequence
+
+
+def packing_of(manifest: Manifest, packing: Packing | Auto) -> Packing:
+    """`auto` for a manifest: conversations whole, other documents and those of earlier versions as a stream."""
+    if packing != "auto":
+        return packing
+    return "whole" if manifest.num_counted is not None and manifest.has_index else "stream"
 
 
 def apportioned(num: int, weights: Sequence[float]) -> tuple[int, ...]:
@@ -302,56 +369,37 @@ def _num_pieces(name: str) -> float:
     return int(numbered[1]) if numbered else float("inf")
 
 
-# ------------------------------------------------------------ documents that a context cuts
+# ------------------------------------------------------------ documents longer than a sequence
 
 
-def log_documents(uri: str, manifest: Manifest, context_tokens: int) -> None:
-    """Log which documents do not fit into a sequence; of conversations, how many are cut, where shards can be read."""
-    shares: list[float] = []
-    try:
-        shares += [] if manifest.num_counted is None else cut_shares(uri, manifest, [context_tokens])
-    except (ValueError, StorageFailed) as error:  # training fails with it where it matters
-        log.warning("how many conversations context_tokens=%d cuts is not known: %s", context_tokens, error)
-    if manifest.longest_document_tokens > context_tokens:
-        log.info(
-            "documents of up to %s tokens are packed over several sequences of context_tokens=%d",
-            f"{manifest.longest_document_tokens:,}",
-            context_tokens,
-        )
-    for share in shares:
-        log.info(
-            "context_tokens=%d cuts %.1f %% of the conversations: the rest of each trains without its beginning",
-            context_tokens,
-            100 * share,
-        )
+def _whole_line(corpus: PreparedCorpus, manifest: Manifest, long_documents: LongDocuments) -> str:
+    """How the documents of a corpus that packs them whole fit into its sequences."""
+    placed = [stream.placed for stream in corpus.streams if isinstance(stream, WholeSource)]
+    num_sequences, num_tokens = sum(len(part.ends) for part in placed), sum(int(part.lengths.sum()) for part in placed)
+    long, context = _summed(part.long for part in placed), corpus.context_tokens
+    masked = manifest.num_counted is not None
+    kind = "conversations" if masked else "documents"
+    padding = 1 - num_tokens / (num_sequences * (context + 1)) if num_sequences else 0.0
+    line = (
+        f"{manifest.num_documents:,} {kind} are packed whole into {num_sequences:,} sequences of "
+        f"context_tokens={context}, {padding:.1%} padding"
+    )
+    if not long.num_documents:
+        return line
+    how = "left out" if long_documents == "leave_out" else "cut at turns" if masked else "cut"
+    num_counted = max(manifest.num_tokens if manifest.num_counted is None else manifest.num_counted, 1)
+    return (
+        f"{line}; {long.num_documents:,} ({long.num_documents / manifest.num_documents:.1%}) are longer and {how}: "
+        f"they have {long.num_counted / num_counted:.1%} of the counted tokens, {long.num_left_out:,} of these are left "
+        "out"
+    )
 
 
-def cut_shares(uri: str, manifest: Manifest, contexts: Sequence[int]) -> list[float]:
-    """For each context, the share of documents with a sequence's edge inside, estimated from a sample of the shards.
-    Raises ValueError and StorageFailed."""
-    shares = np.zeros(len(contexts))
-    for source in manifest.sources:
-        if not source.num_documents:
-            continue
-        stretches = _stretches(RowGroups(uri, manifest, source), max(1, NUM_STRETCHES // len(manifest.sources)))
-        starts, ends = (np.concatenate(parts) for parts in zip(*stretches, strict=True))
-        # A document's last token is only a target: an edge may lie before it.
-        is_cut = starts[:, None] // contexts != np.maximum(ends - 2, starts)[:, None] // contexts
-        share = is_cut.mean(axis=0) if len(is_cut) else 1.0  # no document ends in the stretch in which it begins
-        shares += share * source.num_documents / manifest.num_documents
-    return [float(share) for share in shares]
+def long_shares(uri: str, manifest: Manifest, contexts: Sequence[int]) -> list[Long]:
+    """For each context, the documents that are longer than a sequence. Raises ValueError and StorageFailed."""
+    indices = [read_index(uri, source, min(contexts) + 1) for source in manifest.sources]
+    return [_summed(long_documents(index, context) for index in indices) for context in contexts]
 
 
-def _stretches(row_groups: RowGroups, num: int) -> Iterator[tuple[Starts, Starts]]:
-    """(first tokens, ends) in the stream of the documents that lie in each stretch; one stretch of a short source."""
-    length = len(row_groups)
-    width = length if length <= num * STRETCH_ROW_GROUPS else STRETCH_ROW_GROUPS
-    for first in range(0, length, max(width, -(-length // num))):
-        parts = []
-        for index in range(first, min(first + width, length)):
-            chunk = row_groups[index]
-            parts.append(chunk.load().starts + row_groups.ends[index] - chunk.num_tokens)
-        if first + width >= length:
-            parts.append(row_groups.ends[-1:])
-        edges = np.concatenate(parts)
-        yield edges[:-1], edges[1:]
+def _summed(longs: Iterable[Long]) -> Long:
+    return Long(*map(sum, zip(*longs, strict=True)))

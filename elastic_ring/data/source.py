@@ -108,7 +108,7 @@ def open_source(config: SourceConfig) -> Source:
     if source.num_sequences < 1:
         raise ValueError(
             f"{config}: the corpus is empty: fewer than context_tokens + 1 = "
-            f"{config.context_tokens + 1} tokens; give more text or a shorter context"
+            f"{config.context_tokens + 1} tokens, or no conversation with room; give more text or another context"
         )
     return source
 

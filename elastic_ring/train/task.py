@@ -148,6 +148,8 @@ class TrainingTask:
 def description_of(task: TrainingTask) -> dict[str, Any]:
     """The task's entry in config.json, for readers of its weights: pattern, kind of data, the decoder's shape."""
     shape, data = built_in(task.model), shown_plain(json.loads(json.dumps(vars(task.data), default=str)))
+    if data.get("packing") == "stream":  # as runs on record have it
+        data = {name: value for name, value in data.items() if name not in ("packing", "long_documents")}
     return {
         **({} if task.pattern is None else {"pattern": str(task.pattern)}),
         **({} if shape is None else {"model": vars(shape)}),

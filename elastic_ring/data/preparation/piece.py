@@ -3,7 +3,8 @@
 All files are written whole under names that follow from the piece, so a piece that runs twice changes nothing. Shards
 are Parquet files with row groups of a fixed number of tokens. Each row is a document with its end, or a part of one
 where a row group ends inside it: `offset` counts the document's tokens before the row. Where not all tokens count in
-the loss, `counted` has a mask. The same documents give the same tokens in the same rows, on any machine.
+the loss, `counted` has a mask. Beside each shard lies its index of documents. The same documents give the same tokens
+in the same rows, on any machine.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from elastic_ring.data.document_index import INDEX, edges_of, index_file
 from elastic_ring.data.filesystem import patiently
 from elastic_ring.data.manifest import COLUMN, COUNTED, MAX_MANIFEST_BYTES, OFFSET, TOKENS_KEY, Dropped, Shard
 from elastic_ring.data.packing import Counted, Starts, Tokens
@@ -114,8 +116,9 @@ class PieceWorker:
 
     def _prepare(self, piece: Piece) -> PieceRecord:
         config, tally = self.config, Tally(self.config.on_bad_input)
-        name, masked = f"{SHARDS}/{piece.name}", self.chat is not None
-        writer = ShardWriter(self.storage, name, self.tokenizer, config.row_group_tokens, config.align_tokens, masked)
+        masked = self.chat is not None
+        sizes = config.row_group_tokens, config.align_tokens
+        writer = ShardWriter(self.storage, piece.name, self.tokenizer, *sizes, masked)
         repeats = self.storage.read(repeated_name(piece.name)) if config.drop_duplicates else b""
         repeated = set(np.frombuffer(repeats, dtype="<i8").tolist())  # numbers of documents that came before
         for batch in batches(self._kept_documents(piece, tally, repeated)):
@@ -200,7 +203,7 @@ def read_record(storage: Storage, piece: str) -> PieceRecord:
 
 @dataclass
 class ShardWriter:
-    """Takes documents in order; `close` gives the records of all shards. `name`: of the files, without ending.
+    """Takes documents in order; `close` gives the records of all shards. `name`: the piece's.
     `masked`: not all tokens count."""
 
     storage: Storage
@@ -215,6 +218,8 @@ class ShardWriter:
     _tokens: list[Tokens] = field(default_factory=list)
     _counted: list[Counted] = field(default_factory=list)
     _starts: list[int] = field(default_factory=list)  # of documents; negative for one that began in an earlier shard
+    _lengths: list[int] = field(default_factory=list)  # of those that begin in no shard yet
+    _edges: list[Starts] = field(default_factory=list)
     _num_tokens: int = 0
 
     def add(self, document: Tokens, counted: Counted | None = None) -> None:
@@ -232,6 +237,8 @@ class ShardWriter:
         self._tokens.append(ended)
         self._counted.append(counts)
         self._starts.append(self._num_tokens)
+        self._lengths.append(num_tokens)
+        self._edges.append(edges_of(counts))
         self._num_tokens += num_tokens
         self.longest_tokens = max(self.longest_tokens, num_tokens)
         self.tokens_by_length[num_tokens.bit_length() - 1] += num_tokens
@@ -250,6 +257,7 @@ class ShardWriter:
         counted = np.concatenate(self._counted) if len(self._counted) > 1 else self._counted[0]
         starts = np.array(self._starts, np.int64)
         name = f"{self.name}-{len(self._shards):03d}.parquet"
+        beginning = int(((starts >= 0) & (starts < num_tokens)).sum())
         shard, data = shard_file(
             name,
             tokens[:num_tokens].astype(np.uint16 if self.tokenizer.vocab_size <= 1 << 16 else np.int32, copy=False),
@@ -257,8 +265,11 @@ class ShardWriter:
             self.row_group_tokens,
             counted[:num_tokens] if self.masked else None,
         )
-        self.storage.replace(name, data)
-        self._shards.append(shard)
+        self.storage.replace(f"{SHARDS}/{name}", data)
+        index = index_file(self._lengths[:beginning], self._edges[:beginning] if self.masked else None)
+        self.storage.replace(f"{INDEX}/{name}", index)
+        self._shards.append(dataclasses.replace(shard, index_sha256=hashlib.sha256(index).hexdigest()))
+        del self._lengths[:beginning], self._edges[:beginning]
         self._num_tokens -= num_tokens
         self._tokens, self._counted = [tokens[num_tokens:]], [counted[num_tokens:]]
         first = np.searchsorted(starts, num_tokens, side="right") - 1  # the document that goes on or begins here
@@ -290,7 +301,7 @@ def shard_file(
             writer.write_table(table.slice(first, last - first), row_group_size=last - first)
     data: bytes = sink.getvalue().to_pybytes()
     shard = Shard(
-        name.rpartition("/")[2],
+        name,
         int((starts >= 0).sum()),
         len(tokens),
         digest,

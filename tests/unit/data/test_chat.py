@@ -498,47 +498,31 @@ def test_no_preparation_goes_on_under_other_rules_and_what_is_prepared_trains(
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=r"another preparation: chat_rules was None, is 4; chat_sha256 was .* folder"):
         chat(tmp_path / "out", source, saved)
-    assert PreparedTokens.of(str(tmp_path / "out" / "manifest.json"), 48).open().read(0).counted is not None
+    assert PreparedTokens.of(str(tmp_path / "out" / "manifest.json"), 2048).open().read(0).counted is not None
     assert read_manifest(str(tmp_path / "out" / "manifest.json")) == manifest
 
 
-@pytest.mark.parametrize("row_group_tokens", [512, 4096])
-def test_the_share_of_conversations_that_a_context_cuts_is_said_before_training(
-    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, row_group_tokens: int
-) -> None:
-    """Of a short corpus that of all, of a long one that of a sample; by `data prepare` for three contexts."""
-    rows = [{"messages": messages(text, *texts(3, number))} for number, text in enumerate(texts(90))]
-    settings = {"row_group_tokens": row_group_tokens, "piece_bytes": 1 << 20}
-    manifest = chat(tmp_path / "out", write(tmp_path / "a.jsonl", rows), saved, **settings)
-    uri, stop = str(tmp_path / "out" / "manifest.json"), 0
-    is_cut: dict[int, list[bool]] = {128: [], 512: [], 2048: [], 8192: [], 32768: []}
-    for document in tokens_of(tmp_path / "out", manifest.sources[0]):
-        begin, stop = stop, stop + len(document)
-        for context, flags in is_cut.items():
-            flags.append(any(begin < edge < stop - 1 for edge in range(0, stop, context)))
-    shares = {context: sum(flags) / len(rows) for context, flags in is_cut.items()}
-    assert 1 > shares[128] > shares[512] > shares[2048] > shares[8192] > 0
-    for context in (128, 512):
-        caplog.clear()
-        with caplog.at_level("INFO"):
-            PreparedTokens.of(uri, context)
-        (said,) = re.findall(rf"context_tokens={context} cuts (.*) % of the conversations: the rest", caplog.text)
-        is_sample = row_group_tokens == 512
-        assert abs(float(said) / 100 - shares[context]) < (0.1 if is_sample else 0.001), shares
-    told = ", ".join(f"{shares[context]:.1%} at {context:,}" for context in (2048, 8192, 32768))
-    if row_group_tokens == 4096:
-        assert f"conversations cut by --context: {told}" in command.report(manifest, str(tmp_path / "out"))
+def test_the_share_of_long_conversations_is_said_by_the_preparation(saved: Path, tmp_path: Path) -> None:
+    rows = [{"messages": messages(*texts(2 * (number % 30) + 2, number))} for number in range(60)]
+    out = tmp_path / "out"
+    manifest = chat(out, write(tmp_path / "a.jsonl", rows), saved)
+    long = [part for part in counted_of(out, manifest) if len(part) > 2049]
+    counted = sum(flag for part in long for _, flag in part) / (manifest.num_counted or 0)
+    assert 0.1 < len(long) / 60 < 0.9
+    said = f"--context 2048: {len(long) / 60:.1%} of the conversations are longer, with {counted:.1%} of the counted"
+    assert f"{said} tokens; cut at turns, 0.0% have no room with their prompt" in command.report(manifest, str(out))
 
 
 # ------------------------------------------------------------ in training
 
 
 def corpus(saved: Path, tmp_path: Path, context_tokens: int | None = None, **settings: Any) -> PreparedCorpus:
-    """All conversations in one sequence, or sequences of so many tokens."""
+    """All conversations whole in one sequence, or a stream in sequences of so many tokens."""
     source = write(tmp_path / "a.jsonl", [{"messages": each} for each in conversations()])
     manifest = chat(tmp_path / "out", source, saved, **settings)
     uri = str(tmp_path / "out" / "manifest.json")
-    return PreparedTokens.of(uri, context_tokens or manifest.num_tokens - 1).open()
+    packing: Any = "stream" if context_tokens else "whole"
+    return PreparedTokens.of(uri, context_tokens or manifest.num_tokens - 1, packing=packing).open()
 
 
 @pytest.mark.parametrize("align_tokens", [1, 16])
@@ -688,6 +672,5 @@ def test_settings_that_cannot_be_are_named(
     manifest = read_manifest(f"{out}/manifest.json")
     share = (manifest.num_counted or 0) / manifest.num_tokens
     assert said[2] == f"{manifest.num_counted} of the tokens count in the loss ({share:.1%})"
-    with caplog.at_level("INFO"):
-        PreparedTokens.of(f"{out}/manifest.json", 4)
-    assert "are packed over several sequences of context_tokens=4" in caplog.text
+    PreparedTokens.of(f"{out}/manifest.json", 4, packing="stream")
+    assert "context_tokens=4: conversations are cut where sequences end" in caplog.text

@@ -224,21 +224,22 @@ def test_a_manifest_that_changed_under_a_run_is_refused(tmp_path: Path) -> None:
     assert PreparedTokens.of(uri, 48).open().fingerprint != before
 
 
-def growing(tmp_path: Path, first_steps: tuple[int, ...]) -> tuple[PreparedTokens, Manifest]:
+def growing(tmp_path: Path, first_steps: tuple[int, ...], packing: Any = "stream") -> tuple[PreparedTokens, Manifest]:
     """A corpus that grew by the manifests that its preparation wrote on the way, from these steps on."""
     whole = prepared(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", texts(200)))
     uris = [*sorted(map(str, (tmp_path / "out").glob("manifest-*.json")))[1:], str(tmp_path / "out" / "manifest.json")]
     assert len(uris) > len(first_steps)
     uris = uris[-len(first_steps) - 1 :]
     later = [Later(step, uri, read_manifest(uri).digest) for step, uri in zip(first_steps, uris[1:], strict=True)]
-    return dataclasses.replace(PreparedTokens.of(uris[0], CONTEXT), later=tuple(later)), whole
+    return dataclasses.replace(PreparedTokens.of(uris[0], CONTEXT, packing=packing), later=tuple(later)), whole
 
 
-def test_a_corpus_that_grows_under_a_run_keeps_its_past_and_is_used_exactly_once(tmp_path: Path) -> None:
-    config, whole = growing(tmp_path, (5, 20))
+@pytest.mark.parametrize("packing", ["stream", "whole"])
+def test_a_corpus_that_grows_under_a_run_keeps_its_past_and_is_used_exactly_once(tmp_path: Path, packing: str) -> None:
+    config, whole = growing(tmp_path, (5, 20), packing)
     batch = 4
     grown = config.open()
-    num = (whole.num_tokens - 1) // CONTEXT
+    num = (whole.num_tokens - 1) // CONTEXT if packing == "stream" else grown.num_sequences
     assert grown.num_sequences == num
     order = order_of(grown, 1, batch)
     steps = [order.sample_ids(step) for step in range(2 * num // batch)]
@@ -253,8 +254,9 @@ def test_a_corpus_that_grows_under_a_run_keeps_its_past_and_is_used_exactly_once
 
 
 @pytest.mark.slow
-def test_what_is_held_out_stays_the_same_when_the_corpus_grows(tmp_path: Path) -> None:
-    config, _ = growing(tmp_path, (5, 20))
+@pytest.mark.parametrize("packing", ["stream", "whole"])
+def test_what_is_held_out_stays_the_same_when_the_corpus_grows(tmp_path: Path, packing: str) -> None:
+    config, _ = growing(tmp_path, (5, 20), packing)
     held = [hold_out(part.open(), num_sequences=6)[1] for part in (dataclasses.replace(config, later=()), config)]
     one, two = ([part.read(i).tokens.tolist() for i in range(part.num_sequences)] for part in held)
     assert one == two
@@ -456,8 +458,9 @@ def test_the_samples_digest_is_that_of_any_mesh_and_preparation_and_notices_a_pl
     assert consumed(first, order_of(first, 0, 6), 12, 1, planted={8: 3}) != reference
 
 
-def test_the_samples_digest_of_a_growing_mixture_is_that_of_any_mesh(tmp_path: Path) -> None:
-    config, _ = growing(tmp_path, (5, 20))
+@pytest.mark.parametrize("packing", ["stream", "whole"])
+def test_the_samples_digest_of_a_growing_mixture_is_that_of_any_mesh(tmp_path: Path, packing: str) -> None:
+    config, _ = growing(tmp_path, (5, 20), packing)
     sources = [config.open() for _ in range(2)]
     one, four = (consumed(source, order_of(source, 0, 4), 30, dp) for source, dp in zip(sources, (1, 4), strict=True))
     assert one == four
