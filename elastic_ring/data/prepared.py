@@ -390,8 +390,7 @@ def _whole_line(corpus: PreparedCorpus, manifest: Manifest, long_documents: Long
     num_counted = max(manifest.num_tokens if manifest.num_counted is None else manifest.num_counted, 1)
     return (
         f"{line}; {long.num_documents:,} ({long.num_documents / manifest.num_documents:.1%}) are longer and {how}: "
-        f"they have {long.num_counted / num_counted:.1%} of the counted tokens, {long.num_left_out:,} of these are left "
-        "out"
+        f"they have {long.num_counted / num_counted:.1%} of the counted tokens, and {long.num_left_out:,} are left out"
     )
 
 

@@ -157,7 +157,7 @@ def test_long_conversations_are_cut_at_turns_or_left_out_and_said(
     assert found == kept
     how = "cut at turns" if long_documents == "cut" else "left out"
     assert f"; {num_long} ({num_long / 200:.1%}) are longer and {how}: " in caplog.text
-    assert f"counted tokens, {num_left_out:,} of these are left out" in caplog.text
+    assert f"counted tokens, and {num_left_out:,} are left out" in caplog.text
     assert manifest.num_counted == found.total() + num_left_out
 
 
