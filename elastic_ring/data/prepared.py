@@ -11,9 +11,9 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,7 +27,7 @@ from elastic_ring.data.manifest import Manifest, is_manifest, read_manifest
 from elastic_ring.data.packing import MAX_VOCAB_SIZE, Files, PackedSource, Sample, check_context
 from elastic_ring.data.row_groups import RowGroups
 from elastic_ring.data.sampling.mixed_order import MixedOrder, Numbering, Version
-from elastic_ring.data.whole import RULES, Long, LongDocuments, WholeSource, long_documents, place
+from elastic_ring.data.whole import RULES, Long, LongDocuments, Placed, WholeSource, long_documents, place
 from elastic_ring.files import absolute, shown_url, with_access
 from elastic_ring.validation import PositiveInt, settings
 
@@ -107,11 +107,11 @@ class PreparedTokens:
         nums = range(len(manifests[0].sources))
         if self.packing == "whole":
             facts += ["whole", RULES, self.long_documents]
-            streams: list[PackedSource] = [self._whole(index, manifests) for index in nums]
-            by_source = [stream.placed.sizes for stream in streams if isinstance(stream, WholeSource)]
-            sizes = [list(of_version) for of_version in zip(*by_source, strict=True)]
+            placed = [self._placed(index, manifests) for index in nums]
+            streams = [self._stream(index, manifests[-1], placed[index]) for index in nums]
+            sizes = [list(of_version) for of_version in zip(*(part.sizes for part in placed), strict=True)]
         else:
-            streams = [PackedSource(**self._stream(index, manifests[-1])) for index in nums]
+            streams = [self._stream(index, manifests[-1]) for index in nums]
             sizes = [
                 [max(source.num_tokens - 1, 0) // self.context_tokens for source in manifest.sources]
                 for manifest in manifests
@@ -127,7 +127,7 @@ class PreparedTokens:
             held=(0,) * len(streams),
         )
 
-    def _whole(self, index: int, manifests: Sequence[Manifest]) -> WholeSource:
+    def _placed(self, index: int, manifests: Sequence[Manifest]) -> Placed:
         manifest, source = manifests[-1], manifests[-1].sources[index]
         if not manifest.has_index:
             raise ValueError(
@@ -136,7 +136,7 @@ class PreparedTokens:
             )
         documents = read_index(self.uri, source, self.context_tokens + 1)
         shards = [len(each.sources[index].shards) for each in manifests]
-        placed = place(
+        return place(
             documents,
             [int(documents.by_shard[num - 1]) if num else 0 for num in shards],
             self.context_tokens,
@@ -144,17 +144,14 @@ class PreparedTokens:
             window_tokens=BLOCK_ROW_GROUPS * manifest.row_group_tokens,
             long=self.long_documents,
         )
-        return WholeSource(
-            **self._stream(index, manifest),
-            placed=placed,
-            end_of_document=manifest.end_of_document,
-            align_tokens=manifest.align_tokens,
-        )
 
-    def _stream(self, index: int, manifest: Manifest) -> dict[str, Any]:
-        source = manifest.sources[index]
+    def _stream(self, index: int, manifest: Manifest, placed: Placed | None = None) -> PackedSource:
+        source, end, align = manifest.sources[index], manifest.end_of_document, manifest.align_tokens
+        new: Callable[..., PackedSource] = PackedSource
+        if placed is not None:
+            new = partial(WholeSource, placed=placed, end_of_document=end, align_tokens=align)
         chunks = RowGroups(self.uri, manifest, source)
-        return dict(
+        return new(
             chunks=chunks,
             ends=chunks.ends,
             context_tokens=self.context_tokens,
@@ -162,7 +159,7 @@ class PreparedTokens:
             describe=f"{shown_url(self.uri)} (source {source.name})",
             how=["prepared"],
             digests=lambda: tuple((shard.name, shard.tokens_sha256) for shard in source.shards),
-            padding=manifest.end_of_document if manifest.align_tokens > 1 else None,
+            padding=end if align > 1 else None,
             cache_bytes=max(LEAST_CACHE_BYTES, CACHE_BYTES // len(manifest.sources)),
         )
 
