@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -43,11 +43,10 @@ def edges_of(counted: Counted) -> Starts:
 def index_file(lengths: Sequence[int], edges: Sequence[Starts] | None) -> bytes:
     """The index of documents of these lengths; `edges`: of each, as `edges_of` has them; None where all tokens
     count."""
-    columns: dict[str, Any] = {LENGTH: pa.array(lengths, pa.int64())}
+    table, sink = pa.table({LENGTH: pa.array(lengths, pa.int64())}), pa.BufferOutputStream()
     if edges is not None:
-        columns[EDGES] = pa.array([each.tolist() for each in edges], pa.list_(pa.int64()))
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns), sink, compression="zstd", use_dictionary=False)
+        table = table.append_column(EDGES, pa.array([each.tolist() for each in edges], pa.list_(pa.int64())))
+    pq.write_table(table, sink, compression="zstd", use_dictionary=False)
     data: bytes = sink.getvalue().to_pybytes()
     return data
 
