@@ -44,6 +44,7 @@ class RingOptions:
     - `hosts`: the host of each rank. Keys that several ranks of a host read cross to it once (`plan.traffic`), with
       the same bits. Equal on all ranks; None: not known.
     - `kv_wire` "fp8" sends keys and values in 8 bits (`comm.packing`); equal on all ranks.
+    - `sequence_seeds`: a word of 64 bits for each sequence of the pass, for a model's dropout; attention reads none.
 
     For dense schedules:
 
@@ -77,6 +78,7 @@ class RingOptions:
     coalesced: bool | None = None
     kv_wire: Wire = "native"
     hosts: Hosts | None = None
+    sequence_seeds: tuple[int, ...] = ()
     observer: Observer | None = None
     check: Callable[[], None] | None = None
     ledger: HopLedger = field(default_factory=HopLedger)

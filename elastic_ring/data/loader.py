@@ -45,7 +45,7 @@ class Slice:
     tokens, targets, positions: int64 (1, S); document_ids: int32 (1, S). `positions` count in the global sequence.
     `document_starts` are those of the whole sequence, or of all joined ones laid end to end, for the attention mask.
     num_targets: the number of targets other than -100, counted on the host so that no device has to be synchronised.
-    `sample_id` and `index_in_batch` are those of the first sequence.
+    `sample_id` is that of the first sequence; `indices_in_batch`: the place of each sequence in its step.
     """
 
     tokens: Tensor
@@ -54,9 +54,12 @@ class Slice:
     document_ids: Tensor
     document_starts: tuple[int, ...]
     sample_id: int
-    index_in_batch: int
+    indices_in_batch: tuple[int, ...]
     num_targets: int
-    num_sequences: int = 1
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.indices_in_batch)
 
     def to(self, device: torch.device | str) -> Slice:
         """The same slice on another device."""
@@ -97,7 +100,7 @@ def slice_sample(sample: Sample, layout: Layout, cp_rank: int, *, sample_id: int
         document_ids=torch.from_numpy(document_ids).unsqueeze(0),
         document_starts=sample.document_starts,
         sample_id=sample_id,
-        index_in_batch=index_in_batch,
+        indices_in_batch=(index_in_batch,),
         num_targets=int((targets != IGNORE).sum()),
     )
 
@@ -125,9 +128,8 @@ def joined(slices: Sequence[Slice], seq_len: int) -> Slice:
         torch.cat(document_ids, dim=1),
         document_starts=tuple(starts),
         sample_id=first.sample_id,
-        index_in_batch=first.index_in_batch,
+        indices_in_batch=tuple(index for part in slices for index in part.indices_in_batch),
         num_targets=sum(part.num_targets for part in slices),
-        num_sequences=len(slices),
     )
 
 
@@ -255,7 +257,7 @@ def consumed_digest(step: int, slices: Iterable[Slice]) -> tuple[float, ...]:
         )
         for lane, secret in enumerate(_LANES):
             place = np.array([secret], dtype=np.uint64)
-            for number in (step, part.index_in_batch):
+            for number in (step, *part.indices_in_batch):
                 place = _mix(place ^ _mix(np.array([number], dtype=np.uint64)))
             mixed = _mix(_mix(_mix(place + positions) + tokens) + targets)
             sums[lane] = (sums[lane] + int(mixed.sum(dtype=np.uint64))) % 2**64

@@ -224,6 +224,7 @@ def _batch(transaction: Transaction, piece: Slice, step: int) -> tuple[Batch, Ri
             hosts=now.hosts,
         ),
         plans=now.plans,
+        step=step,
     )
     return batch_of(piece, attention, transaction.device), attention
 

@@ -30,6 +30,7 @@ from elastic_ring.data.sampling.validation import LOSS, PERPLEXITY, ValidationSe
 from elastic_ring.data.source import SourceConfig
 from elastic_ring.files import shown_plain
 from elastic_ring.model.config import ModelConfig, ModelSizes, built_in, model_flops
+from elastic_ring.model.dropout import sequence_seed
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train.optim import OptimConfig, OptimizerFactory, Schedule
 
@@ -220,17 +221,20 @@ def attention_of(
     *,
     plans: PlanCache | None = None,
     kv_wire: Wire | None = None,
+    step: int | None = None,
 ) -> RingAttention | PatternedAttention:
     """The attention of one pass: dense with the task's kernel, or by its pattern. `layout`: the layout of `piece`.
 
     The task sets kernel, `deterministic` and the wire of `options`; `kv_wire` replaces the wire. `plans` caches the
-    plans of one generation.
+    plans of one generation. A pass of training says its `step`, from which dropout draws.
     """
+    indices = piece.indices_in_batch
     options = replace(
         RingOptions() if options is None else options,
         backend=task.step.kernel or None,
         deterministic=task.step.deterministic,
         kv_wire=kv_wire or task.step.kv_wire,
+        sequence_seeds=() if step is None else tuple(sequence_seed(task.step.seed, step, i) for i in indices),
     )
     starts = piece.document_starts
     if task.pattern is not None:

@@ -68,11 +68,11 @@ class Rings:
         self.layout = Layouts(task).choice(mesh.cp, device.type).layout
         self._buffers, self._plans = HopBuffers(), PlanCache()
 
-    def batch(self, piece: Slice) -> Batch:
-        """One sequence's slice with the ring's attention, for a loss function."""
+    def batch(self, piece: Slice, step: int) -> Batch:
+        """One sequence's slice in a step, with the ring's attention, for a loss function."""
         options = RingOptions(cache_dir=self._kernel_cache, buffers=self._buffers)
         attention = attention_of(
-            self.task, piece, self.layout, self.coordinate.cp_rank, self.ring, options, plans=self._plans
+            self.task, piece, self.layout, self.coordinate.cp_rank, self.ring, options, plans=self._plans, step=step
         )
         return batch_of(piece, attention, self.device)
 

@@ -190,7 +190,7 @@ class Zero3Worker:
         rate = learning_rate(step, self.task.optim, self.task.lr_schedule)
         for number, piece in enumerate(slices, start=1):
             torch.manual_seed(sequence_seed(self.task.step.seed, step, piece.sample_id, self.rings.coordinate.cp_rank))
-            loss, _ = self.task.loss(self.engine.module, self.rings.batch(piece))
+            loss, _ = self.task.loss(self.engine.module, self.rings.batch(piece, step))
             loss_sum += loss.detach()
             # DeepSpeed averages over the ranks: the mean over all tokens is this sum's share of them, times the ranks.
             self.engine.backward(loss * (self.size / max(1.0, num_tokens)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import product
@@ -18,8 +19,6 @@ from elastic_ring.files import cut, plain_json, read_small
 from elastic_ring.integrations.transformers.module import TracedRing, class_of
 
 NUM_TRACED_TOKENS = 16
-OTHER_HEADS = ("classifier_", "summary_")
-"""Settings that begin so belong to heads for other tasks."""
 OTHER_PARTS = frozenset({"text_config", "vision_config", "audio_config", "audio_encoder_config", "audio_encoder"})
 """Configs inside a config whose model has more than a decoder of text."""
 MOST = {
@@ -129,16 +128,20 @@ def num_positions(model: Any, config: Any, traced: TracedRing) -> int:
 
 
 def check_dropout(config: Any, traced: TracedRing) -> None:
-    """Raises ValueError for dropout in a pass of training."""
+    """Raises ValueError for dropout that a pass of training has in its attention, and for layers that it skips."""
     kind, dropout_rates = f"model_type={config.model_type!r}", traced.dropout_rates - {0.0}
+    rates = {name: value for name, value in config.to_dict().items() if "drop" in name and value}
+    for name in rates:
+        if re.search(r"layer_?drop$", name):
+            raise ValueError(f"{kind} {name}={rates[name]}: rings skip no layers at random; set it to 0.0")
     if dropout_rates:
         settings = [
             f"{name}={value}"
-            for name, value in config.to_dict().items()
-            if "drop" in name and not name.startswith(OTHER_HEADS) and value in [*dropout_rates]
+            for name, value in rates.items()
+            if value in [*dropout_rates] and not re.search(r"^(classifier|summary)_|emb|hidden|resid", name)
         ]
         named = ", ".join(settings) or f"dropout={max(dropout_rates)}"
-        raise ValueError(f"{kind} {named}: rings train without dropout; set it to 0.0")
+        raise ValueError(f"{kind} {named}: attention on rings has no dropout; set it to 0.0")
 
 
 def check_step(config: Any, step: StepConfig) -> None:

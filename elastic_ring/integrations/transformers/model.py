@@ -271,8 +271,9 @@ def ring_model(
         lora: `r=16,alpha=32,target=q_proj+v_proj` trains adapters of peft on these layers; the folder's weights stay
             frozen.
 
-    Raises: ValueError for what cannot train on a ring (softcap, dropout, masks of its own, layers without attention
-    of transformers' interface), for weights that do not fit the model, and for a tokenizer with more tokens than it.
+    Raises: ValueError for what cannot train on a ring (softcap, attention's dropout, masks of its own, layers without
+    attention of transformers' interface), for weights that do not fit the model, and for a tokenizer with more tokens
+    than it.
     """
     if windows not in ("exact", "blocks", "dense"):
         raise ValueError(f"windows={windows!r}: must be one of exact, blocks, dense")

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from elastic_ring.attention.layers import of_layer
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.plan.traffic import carries_latents
 from elastic_ring.experts.exchange import balancing_loss
 from elastic_ring.integrations.transformers import layers
+from elastic_ring.integrations.transformers.dropout import has_dropout, install_masks
 from elastic_ring.model.config import KNOWN_TYPES
 from elastic_ring.model.loss import chunked_cross_entropy
 from elastic_ring.train.wrap import largest_list
@@ -34,6 +36,7 @@ class TracedRing:
     windows: dict[int, int | None] = field(default_factory=dict)
     dropout_rates: set[float] = field(default_factory=set)
     tables: set[int] = field(default_factory=set)
+    options: RingOptions = field(default_factory=partial(RingOptions, sequence_seeds=(0,)))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return torch.empty_like(q)
@@ -149,6 +152,8 @@ def build(config: Any) -> Any:
             # Latent attention (DeepSeek-V2, arXiv:2405.04434) calls the attention before keys are projected up.
             module.expand_kv = _apart
     layers.fuse_layers(model, config.model_type)
+    if has_dropout(model, config):
+        install_masks(model)
     return model
 
 
@@ -163,11 +168,13 @@ def class_of(config: Any) -> Any:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def checkpoint_layers(model: nn.Module, *, checkpoint_activations: bool = True) -> None:
+def checkpoint_layers(model: Any, *, checkpoint_activations: bool = True) -> None:
     """Give each layer the switch `checkpoint_activations`: keep its inputs and its attention's result only, and
     recompute the rest in backward."""
-    for layer in largest_list(model):
-        layer.checkpoint_activations = checkpoint_activations  # type: ignore[assignment]
+    layer: Any
+    for number, layer in enumerate(largest_list(model)):
+        layer.number, layer.dropout_masks = number, model.dropout_masks
+        layer.checkpoint_activations = checkpoint_activations
         layer.forward = partial(_checkpointed, layer, layer.forward)
 
 
@@ -185,6 +192,8 @@ def _ring_class(base: Any) -> Any:
         targets: Tensor | None = None,
     ) -> Any:
         # The loss is computed in here because FSDP2 keeps the head's weight gathered only there.
+        if self.training and self.dropout_masks is not None:
+            self.dropout_masks.begin(attention, positions)
         if self.restarts_positions:
             positions = attention.document_positions(positions)
         named = {"input_ids": tokens, "position_ids": positions, "ring": attention, "use_cache": False}
@@ -213,12 +222,14 @@ def _ring_class(base: Any) -> Any:
         return loss, num_targets
 
     # Under the base's own module: transformers takes classes of other modules for custom code.
-    settings = {"loss_chunk_tokens": 1024, "restarts_positions": False}
+    settings = {"loss_chunk_tokens": 1024, "restarts_positions": False, "dropout_masks": None}
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, **settings})
 
 
-def _checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs inside the layer's hooks, so that FSDP2 sees one call."""
+    if layer.dropout_masks is not None:
+        forward = layer.dropout_masks.of_layer(layer.number, forward)
     if not (layer.checkpoint_activations and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     contexts = getattr(kwargs.get("ring"), "recomputation", noop_context_fn)

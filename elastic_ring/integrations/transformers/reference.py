@@ -11,16 +11,18 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.layers import LayerGroup, LayerPatterns
 from elastic_ring.attention.patterns.rules import Dense
 from elastic_ring.data.loader import TENSORS, slice_sample
@@ -28,6 +30,7 @@ from elastic_ring.data.packing import Sample
 from elastic_ring.files import cut
 from elastic_ring.integrations.transformers.layers import has_balancing_loss
 from elastic_ring.integrations.transformers.module import class_of
+from elastic_ring.model.dropout import dropout, token_keys
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train.task import Batch
 from elastic_ring.train.wrap import largest_list
@@ -250,21 +253,59 @@ def _ring_gradients(own: RingModel, module: nn.Module, sample: Sample) -> dict[s
     order = torch.cat([halves.positions(cp_rank) for cp_rank in range(2)])
     piece = slice_sample(sample, layout, 0, sample_id=0, index_in_batch=0)
     patterns = own.pattern(NUM_TOKENS) or LayerPatterns((LayerGroup((Dense(),)),))
-    attention = _Shuffled(patterns, layout, 0, None, document_starts=piece.document_starts)
+    options = RingOptions(sequence_seeds=(SEED,))
+    attention = _Shuffled(patterns, layout, 0, None, options, document_starts=piece.document_starts)
     attention.order = order
     fields = {name: getattr(piece, name)[:, order] for name in TENSORS}
     loss, _ = language_model_loss(module, Batch(**fields, attention=attention))
     return _gradients(module, loss)
 
 
-def _plain_gradients(base: Any, sample: Sample) -> dict[str, Tensor]:
+class _SameMasks(TorchFunctionMode):
+    """Dropout of plain transformers with the masks of a run, for tokens of these keys."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.keys, self.layer, self.num_calls, self.num_outside = torch.empty(0), -1, 0, 0
+        for number, layer in enumerate(largest_list(base)):
+            layer.register_forward_pre_hook(partial(self._enter, number))
+            layer.register_forward_hook(partial(self._enter, -1))
+
+    def begin(self, keys: Tensor) -> _SameMasks:
+        self.keys, self.num_outside = keys, 0
+        self._enter(-1)
+        return self
+
+    def _enter(self, layer: int, *_: Any) -> None:
+        if layer < 0:
+            self.num_calls = self.num_outside
+        else:
+            self.num_outside, self.num_calls = self.num_calls, 0
+        self.layer = layer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.dropout:
+            return func(*args, **(kwargs or {}))
+
+        def masked(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+            if not training or not p:
+                return x
+            self.num_calls += 1
+            return dropout(x, p, self.keys, self.layer, self.num_calls - 1)
+
+        return masked(*args, **(kwargs or {}))
+
+
+def _plain_gradients(base: Any, sample: Sample, sequence_seed: int = SEED) -> dict[str, Tensor]:
     loss, bounds = torch.zeros(()), (*sample.document_starts, NUM_TOKENS)
+    keys, masks = token_keys((sequence_seed,), torch.arange(NUM_TOKENS)[None]), _SameMasks(base)
     for start, stop in pairwise(bounds):
         tokens = torch.from_numpy(sample.tokens[start : stop + 1])
         targets = tokens[1:].clone()
         if stop < NUM_TOKENS:
             targets[-1] = -100
-        output = base(tokens[None, :-1], use_cache=False)
+        with masks.begin(keys[start:stop]):
+            output = base(tokens[None, :-1], use_cache=False)
         loss = loss + nn.functional.cross_entropy(output.logits[0].float(), targets, reduction="sum")
         if has_balancing_loss(base.config):
             loss = loss + base.config.router_aux_loss_coef * output.aux_loss * len(targets)

@@ -68,6 +68,12 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def dropping(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = small_config("Starcoder2", residual_dropout=0.2, embedding_dropout=0.1)
+    return saved(tmp_path_factory.mktemp("model"), "starcoder2", config)
+
+
+@pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of the same sizes."""
     return saved(tmp_path_factory.mktemp("model"), "llama", small_config())
@@ -108,8 +114,8 @@ def fit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["folder", "latent"])
-def test_a_saved_model_with_experts_trains_through_a_kill_and_comes_back_with_the_bits_of_the_undisturbed_run(
+@pytest.mark.parametrize("kind", ["folder", "latent", "dropping"])
+def test_a_saved_model_with_experts_or_dropout_trains_through_a_kill_and_has_the_bits_of_the_undisturbed_run(
     local_ray, kind, request, tmp_path
 ):
     folder: Path = request.getfixturevalue(kind)

@@ -144,7 +144,7 @@ def with_changed(name: str) -> Callable[[Slice], Slice]:
         with_changed("tokens"),
         with_changed("targets"),
         with_changed("positions"),
-        lambda part: replace(part, index_in_batch=part.index_in_batch + 1),
+        lambda part: replace(part, indices_in_batch=(part.indices_in_batch[0] + 1,)),
         lambda part: replace(part, tokens=part.tokens.flip(1)),
     ],
     ids=["token", "target", "position", "index", "order of tokens"],
@@ -161,6 +161,7 @@ def test_the_digest_notices_any_change_in_both_lanes(change: Callable[[Slice], S
 def test_the_digest_notices_what_is_dropped_doubled_swapped_or_of_another_step() -> None:
     ranks = batch_slices(0, 2, 2, "zigzag")
     first, *rest = ranks
+    swapped = [replace(first[0], indices_in_batch=(2,)), replace(first[1], indices_in_batch=(0,)), *first[2:]]
     values = [
         total(0, ranks),
         total(1, ranks),
@@ -168,10 +169,10 @@ def test_the_digest_notices_what_is_dropped_doubled_swapped_or_of_another_step()
         total(0, [first[1:], *rest]),
         total(0, [first + first[:1], *rest]),
         total(0, [first + first[:1] * 2, *rest]),
-        total(0, [[replace(first[0], index_in_batch=2), replace(first[1], index_in_batch=0), *first[2:]], *rest]),
+        total(0, [swapped, *rest]),
         total(0, [[]]),
     ]
-    assert [part.index_in_batch for part in first[:2]] == [0, 2]
+    assert [part.indices_in_batch[0] for part in first[:2]] == [0, 2]
     assert len({lane for value in values for lane in value}) == 2 * len(values) - 1  # (0, 0) of nothing
 
 
@@ -197,7 +198,7 @@ def test_the_loader_reads_each_sequence_once_one_ahead_and_leaves_no_thread() ->
             part = loader.load(sample_id, index, layout, 1, upcoming=following)
             expected = slice_sample(Numbers().read(sample_id), layout, 1, sample_id=sample_id, index_in_batch=index)
             assert torch.equal(part.tokens, expected.tokens)
-            assert (part.sample_id, part.index_in_batch) == (sample_id, index)
+            assert (part.sample_id, part.indices_in_batch[0]) == (sample_id, index)
         assert source.reads == ids
         assert len(loader_threads()) == 1
     assert not loader_threads()

@@ -12,7 +12,7 @@ import torch
 
 from elastic_ring import ElasticRingTrainer, StepConfig
 from elastic_ring.data.source import StdlibText
-from elastic_ring.integrations.transformers import RingModel, model, reference, ring_model
+from elastic_ring.integrations.transformers import RingModel, reference, ring_model
 from elastic_ring.integrations.transformers.reference import compared, shrunk
 from tests.unit.integrations.test_transformers import FAMILIES, SMALL, llama4, ministral3
 
@@ -27,27 +27,15 @@ ABSOLUTE: dict[str, Any] = {
     "an embedding of positions": lambda: T.GPT2Config(**GPT2),
 }
 OTHER: dict[str, tuple[Any, str]] = {
-    "residual dropout": (
-        lambda: T.Starcoder2Config(**SMALL, residual_dropout=0.1, embedding_dropout=0.1),
-        "starcoder2",
-    ),
     "queries scaled by their place in a pass": (lambda: llama4(floor_scale=48), "llama4_text"),
 }
 
 
-def unchecked(config: Any, monkeypatch: pytest.MonkeyPatch) -> RingModel:
-    """As if no table named it."""
-    monkeypatch.setattr(model, "check_dropout", lambda *_: None)
-    return model.traced_model(RingModel(json.dumps(config.to_dict())))[0]
-
-
 @pytest.mark.parametrize("what", OTHER)
-def test_what_trains_another_model_is_refused_without_a_table_that_names_it(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_trains_another_model_is_refused_without_a_table_that_names_it(what: str) -> None:
     config, kind = OTHER[what]
     with pytest.raises(ValueError, match=rf"'{kind}': on a ring it would train another .* differs by .* choose"):
-        compared(unchecked(config(), monkeypatch), CONTEXT)
+        compared(ring_model(config()), CONTEXT)
 
 
 @pytest.mark.parametrize("what", ABSOLUTE)

@@ -319,6 +319,8 @@ def test_windows_in_blocks_keep_the_window_and_at_most_254_tokens_more(window: i
     check_layer_blocks(pattern, make_layout("zigzag", 8192, 2))
 
 
+OPT: dict[str, Any] = {k: v for k, v in SMALL.items() if k not in ("intermediate_size", "num_key_value_heads")}
+OPT |= {"ffn_dim": 64}
 REFUSED: dict[str, tuple[Any, str]] = {
     "softcap": (lambda: T.Gemma2Config(**SMALL, head_dim=16), r"attn_logit_softcapping=50\.0: .* has no softcap"),
     "router noise": (
@@ -327,10 +329,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "capacity": (lambda: T.MixtralConfig(**SMALL, capacity_factor=1.5), "which tokens are dropped would depend on"),
     "dropout": (lambda: T.LlamaConfig(**SMALL, attention_dropout=0.1), r"attention_dropout=0\.1: .* set it to 0\.0"),
-    "dropout by other names": (
-        lambda: T.Starcoder2Config(**SMALL, residual_dropout=0.1, embedding_dropout=0.2, classifier_dropout=0.1),
-        r"'starcoder2' residual_dropout=0\.1, embedding_dropout=0\.2: .* set it to 0\.0",
+    "dropout of attention only": (
+        lambda: T.Starcoder2Config(**SMALL, residual_dropout=0.1, attention_dropout=0.1, classifier_dropout=0.1),
+        r"'starcoder2' attention_dropout=0\.1: attention on rings has no dropout; set it to 0\.0",
     ),
+    "skipped layers": (lambda: T.OPTConfig(**OPT, layerdrop=0.2), r"'opt' layerdrop=0\.2: rings skip no layers"),
     "dynamic rope": (
         lambda: T.LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         "rope_type='dynamic' depends on the largest position",
@@ -435,7 +438,7 @@ def test_dropout_of_an_attention_beside_the_interface_is_seen() -> None:
         made = build(config)
     made.model.norm.forward = lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2)
     _, traced = trace(made, config)
-    with pytest.raises(ValueError, match=r"'llama' dropout=0\.2: rings train without dropout"):
+    with pytest.raises(ValueError, match=r"'llama' dropout=0\.2: attention on rings has no dropout"):
         check_dropout(config, traced)
 
 

@@ -56,7 +56,7 @@ def step(engine, rings, factor=1.0, **asked):
     for number in (1, 2):
         sample = DatasetRows(64, 257).read(number)
         piece = slice_sample(sample, rings.layout, rings.coordinate.cp_rank, sample_id=number, index_in_batch=number)
-        loss, _ = task.loss(engine.module, rings.batch(piece))
+        loss, _ = task.loss(engine.module, rings.batch(piece, 0))
         engine.backward(loss * factor)
         if number == 1:
             engine.step(1e-2)
