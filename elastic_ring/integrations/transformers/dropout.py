@@ -67,9 +67,10 @@ def install_masks(model: Any) -> None:
     into it since the last call."""
     masks = model.dropout_masks = model.dropout_masks or DropoutMasks()
     spaces: dict[int, dict[str, Any]] = {}
+    module: Any
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.forward = partial(_forward, masks, module)  # type: ignore[method-assign]
+            module.forward = partial(_forward, masks, module)
         for name, function in _callers(type(module)):
             if name not in vars(module):
                 setattr(module, name, MethodType(_rebuilt(function, masks, spaces), module))
