@@ -50,7 +50,7 @@ class DropoutMasks:
         with swapped(self, "place", _Place(keys, layer)):
             return forward(*args, **options)
 
-    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, *_: bool, **__: bool) -> Tensor:
         """In place of `torch.nn.functional.dropout`. Raises ValueError in a pass without seeds, and for a tensor that
         has not a vector for each token."""
         if not training or not p:
@@ -67,11 +67,11 @@ def install_masks(model: Any) -> None:
     into it since the last call."""
     masks = model.dropout_masks = model.dropout_masks or DropoutMasks()
     spaces: dict[int, dict[str, Any]] = {}
-    module: Any
     for module in model.modules():
+        kind: Any = type(module)
         if isinstance(module, nn.Dropout):
-            module.forward = partial(_forward, masks, module)
-        for name, function in _callers(type(module)):
+            module.forward = partial(_forward, masks, module)  # type: ignore[method-assign]
+        for name, function in _callers(kind):
             if name not in vars(module):
                 setattr(module, name, MethodType(_rebuilt(function, masks, spaces), module))
 

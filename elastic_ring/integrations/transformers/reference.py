@@ -287,7 +287,7 @@ class _SameMasks(TorchFunctionMode):
         if func is not nn.functional.dropout:
             return func(*args, **(kwargs or {}))
 
-        def masked(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        def masked(x: Tensor, p: float = 0.5, training: bool = True, *_: bool, **__: bool) -> Tensor:
             if not training or not p:
                 return x
             self.num_calls += 1
