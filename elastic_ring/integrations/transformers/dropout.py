@@ -66,7 +66,7 @@ def install_masks(model: Any) -> None:
     """Have every dropout of a model of `module.build` take its masks from where it is, also of modules that were put
     into it since the last call."""
     masks = model.dropout_masks = model.dropout_masks or DropoutMasks()
-    spaces: dict[int, dict[str, Any]] = {}
+    spaces: dict[int, dict[str, object]] = {}
     for module in model.modules():
         kind: Any = type(module)
         if isinstance(module, nn.Dropout):
@@ -122,7 +122,7 @@ def _helpers(function: Any) -> Iterator[str]:
             yield name
 
 
-def _rebuilt(function: Any, masks: DropoutMasks, spaces: dict[int, dict[str, Any]]) -> Any:
+def _rebuilt(function: Any, masks: DropoutMasks, spaces: dict[int, dict[str, object]]) -> Any:
     """The function with dropout of its own in its globals, below the same decorators."""
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
@@ -138,7 +138,7 @@ def _rebuilt(function: Any, masks: DropoutMasks, spaces: dict[int, dict[str, Any
     return copy if inner is None else update_wrapper(copy, inner)
 
 
-def _globals(function: Any, masks: DropoutMasks, spaces: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def _globals(function: Any, masks: DropoutMasks, spaces: dict[int, dict[str, object]]) -> dict[str, object]:
     own = function.__globals__
     if id(own) not in spaces:
         functional = _Namespace(nn.functional, dropout=masks.dropout)
