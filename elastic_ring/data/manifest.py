@@ -30,7 +30,7 @@ MAX_COUNT, MAX_ROW_GROUPS = 1 << 53, 1 << 27
 """Bounds of a corpus: an index of its row groups is kept in memory."""
 _NAME = re.compile(r"^manifest(-\d+)?\.json$")
 _NOT_IN_DIGEST = {"digest", "about", "num_bytes", "sha256", "tokens_by_length", "index_sha256"}
-_NOT_IN_DIGEST |= {"num_records", "num_bad_records", "num_bad", "bad_bytes"}
+_NOT_IN_DIGEST |= {"num_records", "num_bad_records", "num_bad", "bad_bytes", "bad_kinds"}
 
 
 @settings
@@ -76,7 +76,8 @@ class PreparedSource:
 
 @settings
 class Dropped:
-    """Counts of what was left out. `bad` names the first of `num_bad` unreadable inputs, with the reason.
+    """Counts of what was left out. `bad` names the first of each kind of the `num_bad` unreadable inputs, with the
+    reason; `bad_kinds` has the kind of each and how many there are.
 
     `num_records` includes bad ones; `bad_bytes` is the size of files that are bad as a whole.
     """
@@ -89,6 +90,7 @@ class Dropped:
     num_bad_records: NonNegativeInt = 0
     num_bad: NonNegativeInt = 0
     bad_bytes: NonNegativeInt = 0
+    bad_kinds: tuple[tuple[str, NonNegativeInt], ...] = ()
 
 
 @settings

@@ -9,10 +9,11 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import logging
+import re
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,14 +30,15 @@ from elastic_ring.data.preparation.chat import Conversations
 from elastic_ring.data.preparation.inputs import MAX_EXPANSION, WHOLE, Piece, Span, open_arrow, sound
 from elastic_ring.files import JSON_PARTS, cut, plain_json
 
-log = logging.getLogger(__name__)
-
 BUFFER_BYTES = 1 << 20
 NUM_ROWS = 256  # of Parquet that are decoded at once, at most
 OBJECT_BYTES = 64  # of a value of Python, besides its content
 RECORD_BYTES_PER_PART, LIST_BYTES_PER_PART = 32, 8  # texts, commas and brackets of JSON; lists are of short records
-MAX_NAMED = 32
-"""How many bad inputs of a piece are named; all are counted."""
+MAX_NAMED = 50
+"""How many kinds of bad records, and bad files, of a piece are named; all are counted."""
+MORE = "more"
+VARIES = re.compile(r"""(?<!\w)'[^']*'|"[^"]*"|\d[\d,.]*""")
+"""What differs between problems of one kind: names, values, numbers."""
 MAX_WORDS = 500  # characters about one bad input
 MAX_NO_TEXT = 0.1
 """Share of bytes that are no UTF-8, or control characters, above which a file is no text. Latin-1 has about 0.03."""
@@ -47,7 +49,8 @@ _CONTROL = bytes(sorted({*range(32)} - {*b"\t\n\v\f\r\b\x1b"}))
 
 @dataclass
 class Tally:
-    """What was read of a piece so far, and what was left out. `num_bad` counts all, `bad` names the first of them."""
+    """What was read of a piece so far, and what was left out. `num_bad` counts all, `bad` names the first of each of
+    `kinds`. `place`: of the record that was read last."""
 
     on_bad_input: OnBadInput
     num_empty_documents: int = 0
@@ -57,20 +60,23 @@ class Tally:
     num_bad: int = 0
     bad_bytes: int = 0
     bad: list[str] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
+    place: str = ""
 
     def dropped(self, num_duplicates: int) -> Dropped:
         """The counts as a manifest has them."""
-        counts = asdict(self) | {"num_duplicates": num_duplicates, "bad": tuple(self.bad)}
-        del counts["on_bad_input"]
-        return Dropped(**counts)
+        counts = {name: count for name, count in vars(self).items() if name.startswith("num_")}
+        kinds = tuple(self.kinds.items())
+        return Dropped(num_duplicates, bad=tuple(self.bad), bad_bytes=self.bad_bytes, bad_kinds=kinds, **counts)
 
     def leave_out_record(self, problem: str) -> None:
-        """Note a bad record. Raises ValueError where that is to end the preparation."""
+        """Note a bad record at `place`. Raises ValueError where that is to end the preparation."""
         self.num_bad_records += 1
-        self.leave_out(problem)
+        self.leave_out(f"{self.place} {problem}", kind=VARIES.sub("_", problem))
 
-    def leave_out(self, problem: str, num_bytes: int = 0) -> None:
-        """Note a bad file of so many bytes. Raises ValueError where that is to end the preparation."""
+    def leave_out(self, problem: str, num_bytes: int = 0, kind: str = "") -> None:
+        """Note a bad file of so many bytes, by default of a kind of its own. Raises ValueError where that is to end the
+        preparation."""
         problem = cut(problem, MAX_WORDS)
         if self.on_bad_input == "fail":
             raise ValueError(
@@ -79,11 +85,11 @@ class Tally:
             )
         self.num_bad += 1
         self.bad_bytes += num_bytes
-        if self.num_bad <= MAX_NAMED:
-            log.warning("left out: %s", problem)
+        kind = cut(kind or problem, MAX_WORDS)
+        kind = kind if kind in self.kinds or len(self.kinds) < MAX_NAMED else MORE
+        if kind not in self.kinds:
             self.bad.append(problem)
-        elif self.num_bad == MAX_NAMED + 1:
-            log.warning("left out: more, which are counted and not named")
+        self.kinds[kind] += 1
 
 
 class TextIn:
@@ -236,6 +242,7 @@ class _SpanReader:
         if problem := text_problem(document):
             self._refuse(problem)
         else:
+            self.tally.place = f"{self.span.file.name}:"
             yield document
 
     def _json_lines(self) -> Iterator[bytes]:
@@ -284,6 +291,7 @@ class _SpanReader:
 
     def _record(self, raw: Any, parse: Callable[[Any], Any], where: str) -> Iterator[bytes]:
         """The document of a record, or none of a bad one: no JSON or no UTF-8, no object, no text, nested too deep."""
+        self.tally.place = f"{self.span.file.name}: {where}"
         try:
             value = parse(raw)
             document = self.content.document(value)
@@ -294,7 +302,7 @@ class _SpanReader:
             if isinstance(error, KeyError):
                 problem = f"has no {self._missing_columns(value)}"
             self.tally.num_records += 1
-            self.tally.leave_out_record(f"{self.span.file.name}: {where} {problem}")
+            self.tally.leave_out_record(problem)
         else:
             yield document
 
@@ -306,13 +314,12 @@ class _SpanReader:
             return
         rows = ((batch.column(0), index) for batch in batches for index in range(len(batch)))
         for number, (table, index) in enumerate(rows, 1):
-            where = f"row {number}{self.span.part}"
+            self.tally.place = f"{self.span.file.name}: row {number}{self.span.part}"
             row = table[index]
             value = getattr(row, "value", row).as_buffer()  # a dictionary's row has its value in it
             if value is not None and len(value) > MAX_RECORD_BYTES:
                 self.tally.num_records += 1
-                problem = f"has {len(value):,} bytes: there may be {MAX_RECORD_BYTES:,}"
-                self.tally.leave_out_record(f"{self.span.file.name}: {where} {problem}")
+                self.tally.leave_out_record(f"has {len(value):,} bytes: there may be {MAX_RECORD_BYTES:,}")
             else:
                 yield b"" if value is None else value.to_pybytes()
 

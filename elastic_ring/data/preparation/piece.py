@@ -40,6 +40,8 @@ SHARDS, PIECES, DUPLICATES = "shards", "pieces", "duplicates"
 BATCH_BYTES = 1 << 20
 DIGEST_BYTES = 16
 SHARD_ROW_GROUPS = 256
+Placed = tuple[bytes, str]
+"""A document, and where it was read."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class PieceWorker:
         repeats = self.storage.read(repeated_name(piece.name)) if config.drop_duplicates else b""
         repeated = set(np.frombuffer(repeats, dtype="<i8").tolist())  # numbers of documents that came before
         for batch in batches(self._kept_documents(piece, tally, repeated)):
-            for tokens, counted in self._encoded(batch, piece, tally):
+            for tokens, counted in self._encoded(batch, tally):
                 writer.add(tokens, counted)
         shards, lengths = writer.close(), writer.tokens_by_length
         by_length = tuple(lengths[power] for power in range(max(lengths, default=-1) + 1))
@@ -130,20 +132,18 @@ class PieceWorker:
         self.storage.replace(record_name(piece.name), record.to_json())
         return record
 
-    def _encoded(self, batch: list[bytes], piece: Piece, tally: Tally) -> Sequence[tuple[Tokens, Counted | None]]:
+    def _encoded(self, batch: list[Placed], tally: Tally) -> Sequence[tuple[Tokens, Counted | None]]:
         """The tokens of each document, and which count; one that the tokenizer refuses is a bad record."""
         try:
+            documents = [document for document, _ in batch]
             if self.chat is not None:
-                return self.chat.encode(batch)
-            return [(tokens, None) for tokens in self.tokenizer.encode(batch)]
+                return self.chat.encode(documents)
+            return [(tokens, None) for tokens in self.tokenizer.encode(documents)]
         except Exception as error:
             if len(batch) > 1:
-                return [each for document in batch for each in self._encoded([document], piece, tally)]
-            name, begins = piece.spans[0].file.name, batch[0][:40].decode(errors="replace")
-            tally.leave_out_record(
-                f"{name}: the document {begins!r}... at or after its beginning cannot be tokenised: "
-                f"{type(error).__name__}: {error}"
-            )
+                return [each for placed in batch for each in self._encoded([placed], tally)]
+            tally.place = batch[0][1]
+            tally.leave_out_record(f"cannot be tokenised: {type(error).__name__}: {error}")
             return []
 
     def _documents(self, piece: Piece, tally: Tally) -> Iterator[bytes]:
@@ -152,7 +152,7 @@ class PieceWorker:
         )
         return read_documents(piece, content, tally)
 
-    def _kept_documents(self, piece: Piece, tally: Tally, repeated: set[int]) -> Iterator[bytes]:
+    def _kept_documents(self, piece: Piece, tally: Tally, repeated: set[int]) -> Iterator[Placed]:
         for number, document in enumerate(self._documents(piece, tally)):
             if number in repeated:
                 continue
@@ -160,20 +160,18 @@ class PieceWorker:
                 if self.tokenizer.encode_texts is not None:
                     document.decode()
             except UnicodeDecodeError:
-                tally.leave_out_record(
-                    f"{piece.spans[0].file.name}: document {number} from its beginning on is no UTF-8"
-                )
+                tally.leave_out_record("is no UTF-8")
             else:
-                yield document
+                yield document, tally.place
 
 
-def batches(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
+def batches(documents: Iterator[Placed]) -> Iterator[list[Placed]]:
     """Documents in groups of about BATCH_BYTES."""
-    batch: list[bytes] = []
+    batch: list[Placed] = []
     num_bytes = 0
-    for document in documents:
-        batch.append(document)
-        num_bytes += len(document)
+    for placed in documents:
+        batch.append(placed)
+        num_bytes += len(placed[0])
         if num_bytes >= BATCH_BYTES:
             yield batch
             batch, num_bytes = [], 0

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -81,7 +82,7 @@ DECIDE_NOTHING = (
 )
 """Settings that do not change the result, or whose effect `Plan.settings` has as digests."""
 MAX_NAMED = 100
-"""How many bad inputs a manifest names."""
+"""How many kinds of bad input a manifest names."""
 
 
 @dataclass(frozen=True)
@@ -270,15 +271,14 @@ def assemble(
         )
     else:
         sources = (PreparedSource("all", None, shards_of("")),)
+    dropped = _sum_of([record.dropped for record in records])
+    if is_complete:
+        for line, (_, count) in zip(dropped.bad, dropped.bad_kinds, strict=True):
+            log.warning("left out: %s%s", line, f" ({count:,} of this kind)" if count > 1 else "")
+        _check_bad_share(config, plan, dropped)
     empty = [source.name for source in sources if not source.shards]
     if empty and is_complete:
         raise ValueError(f"sources={config.sources!r}: {empty[0]} has no document; give text, or leave the source out")
-    parts = [record.dropped for record in records]
-    counts = [each.name for each in dataclasses.fields(Dropped) if each.name != "bad"]
-    bad = tuple(line for part in parts for line in part.bad)[:MAX_NAMED]
-    dropped = Dropped(bad=bad, **{name: sum(getattr(part, name) for part in parts) for name in counts})
-    if is_complete:
-        _check_bad_share(config, plan, dropped)
     lengths = [record.tokens_by_length for record in records if record.shards]
     return Manifest(
         vocab_size=tokenizer.vocab_size,
@@ -300,6 +300,23 @@ def assemble(
             "files": plan.groups,
         },
     ).sealed()
+
+
+def _sum_of(parts: Sequence[Dropped]) -> Dropped:
+    """What all pieces left out; of each kind of bad input the first in order."""
+    lines, kinds = dict[str, str](), Counter[str]()
+    for part in parts:
+        # Earlier versions named each, and no kinds.
+        for line, (kind, count) in zip(part.bad, part.bad_kinds or [(line, 1) for line in part.bad], strict=True):
+            lines.setdefault(kind, line)
+            kinds[kind] += count
+    names = list(lines)[:MAX_NAMED]
+    counts = [each.name for each in dataclasses.fields(Dropped) if not each.name.startswith("bad")] + ["bad_bytes"]
+    return Dropped(
+        bad=tuple(lines[kind] for kind in names),
+        bad_kinds=tuple((kind, kinds[kind]) for kind in names),
+        **{name: sum(getattr(part, name) for part in parts) for name in counts},
+    )
 
 
 def _check_bad_share(config: PrepareConfig, plan: Plan, dropped: Dropped) -> None:

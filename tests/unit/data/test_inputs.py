@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -214,7 +215,10 @@ def test_writing_into_what_is_read_is_refused(tmp_path: Path) -> None:
     assert prepared(tmp_path / "in-2", f"{source}/*.jsonl").num_documents == 3
 
 
-def test_skipping_has_a_bound_and_a_manifest_names_the_first_bad_records_only(tmp_path: Path) -> None:
+def test_skipping_has_a_bound_and_a_manifest_names_the_first_bad_record_of_each_kind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the pieces; a record differs in its numbers and names alone."""
     (tmp_path / "a.jsonl").write_bytes(b"[" * 9 + b"\n" + b"{}\n" * 5000 + b'{"text": "good"}\n' * 50)
     told = (
         r"max_bad_share=0\.01: 5,001 of 5,051 records \(99\.0%\) are bad; the first: a\.jsonl: line 1 at byte 0 is no"
@@ -223,8 +227,28 @@ def test_skipping_has_a_bound_and_a_manifest_names_the_first_bad_records_only(tm
         prepared(tmp_path / "out", tmp_path / "a.jsonl", on_bad_input="skip")
     manifest = prepared(tmp_path / "out", tmp_path / "a.jsonl", on_bad_input="skip", max_bad_share=0.995)
     assert (manifest.dropped.num_bad, manifest.dropped.num_records, manifest.num_documents) == (5001, 5051, 50)
-    assert len(manifest.dropped.bad) <= 100
+    assert [count for _, count in manifest.dropped.bad_kinds] == [1, 5000]
+    assert re.match(r"a\.jsonl: line 2 at byte 10 has no 'text'", manifest.dropped.bad[1])
+    lines = [line for line in caplog.messages if line.startswith("left out: ")]
+    assert len(lines) == 4, "two of each preparation"
+    assert lines[-1] == f"left out: {manifest.dropped.bad[1]} (5,000 of this kind)"
     assert (tmp_path / "out" / "manifest.json").stat().st_size < 30_000
+    (tmp_path / "all.jsonl").write_text("".join(f'{{"text": {number}}}\n' for number in range(900)) + "{\n" * 50)
+    words = ["prepare", "--source", str(tmp_path / "all.jsonl"), "--workers=0", "--on-bad-input=skip"]
+    for share, told in (
+        (
+            0.01,
+            r"max_bad_share=0\.01: 950 of 950 records \(100\.0%\) are bad; the first: all\.jsonl: "
+            r"line 1 at byte 0 is no JSON object .*'int' object has no attribute 'encode'",
+        ),
+        (1.0, "all has no document; give text"),
+    ):
+        caplog.clear()
+        out = ["--out", str(tmp_path / f"all-{share}"), "--piece-bytes=2000", f"--max-bad-share={share}"]
+        assert command.main([*words, *out]) == 2
+        assert re.search(told, capsys.readouterr().err)
+        counts = [re.search(r"\(([\d,]+) of this kind\)$", line) for line in caplog.messages if "left out: " in line]
+        assert [match and match[1] for match in counts] == ["900", "50"]
     write_jsonl(tmp_path / "b.jsonl", texts(9))
     (tmp_path / "c.parquet").write_bytes(b"PAR1" + bytes(3000))
     with pytest.raises(ValueError, match=r"bytes, whole files, \(\d\d\.\d%\) are bad"):
@@ -251,7 +275,7 @@ def test_a_record_of_any_fault_is_counted_and_the_tokenizer_may_refuse_a_documen
     whole = Tokenizer.encode
     monkeypatch.setattr(Tokenizer, "encode", encode)
     path = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"])
-    with pytest.raises(ValueError, match=r"a\.jsonl: the document 'two'.* cannot be tokenised: RuntimeError: no such"):
+    with pytest.raises(ValueError, match=r"a\.jsonl: line 2 at byte 25 cannot be tokenised: RuntimeError: no such"):
         prepared(tmp_path / "fail", path)
     manifest = prepared(tmp_path / "out", path, on_bad_input="skip", max_bad_share=0.4)
     assert in_shards(tmp_path / "out") == [b"one", b"three"]
