@@ -42,7 +42,7 @@ class ElasticRingTrainer:
         model: builds the module, which must call `batch.attention` for its attention.
         data: a source of packed sequences (`PreparedTokens`, `StdlibText`, `TextFiles`, `TokenShards`, or your own),
             or a `ray.data.Dataset` or `datasets.Dataset` with a column `text`, which `fit` writes out and prepares
-            beside the run's folder (`DatasetTokens` for other columns and tokenizers).
+            beside the run's folder (`DatasetTokens` for conversations, other columns and tokenizers).
         loss: (model, batch) -> (sum over this slice's targets, number of targets); by default next-token cross-entropy.
         scaling_config, run_config, step_config, optim_config: settings; see their classes.
         optimizer: "muon", "adamw", or named local shards -> optimizer; by default as `optim_config` says.

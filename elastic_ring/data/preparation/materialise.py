@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ import pyarrow.parquet as pq
 from elastic_ring.config import StepConfig
 from elastic_ring.data.manifest import MANIFEST
 from elastic_ring.data.packing import check_context
+from elastic_ring.data.preparation import chat_columns
+from elastic_ring.data.preparation.chat import ChatTokenizer, Conversations
+from elastic_ring.data.preparation.documents import Content, TextIn
 from elastic_ring.data.preparation.prepare import PrepareConfig, Session, prepare
 from elastic_ring.data.prepared import PreparedTokens
 from elastic_ring.data.tokenizer import BYTES, open_tokenizer
@@ -44,7 +47,8 @@ READ_ONCE = {
 
 @dataclass(frozen=True)
 class DatasetTokens:
-    """A `ray.data.Dataset` or `datasets.Dataset` with documents in `text_column`.
+    """A `ray.data.Dataset` or `datasets.Dataset` with documents in `text_column`; with `chat`, one of conversations in
+    any form that `data prepare --chat` reads (`columns` as there), or a list of such records.
 
     `fit` begins by writing them out beside the run's folder and preparing them with `tokenizer` (`bytes`, or a folder).
     """
@@ -55,14 +59,33 @@ class DatasetTokens:
     text_column: str = "text"
     end_of_document: str | None = None
     align_tokens: int = 1
+    chat: bool = False
+    columns: str = ""
 
     def __post_init__(self) -> None:
         check_context(self.context_tokens, self.align_tokens)
-        if kind_of(self.dataset) is None:
+        is_list = self.chat and isinstance(self.dataset, list)
+        if not is_list and kind_of(self.dataset) is None:
             raise ValueError(
                 f"DatasetTokens dataset is a {type(self.dataset).__name__}: give a ray.data.Dataset or a "
-                "datasets.Dataset"
+                "datasets.Dataset, or with chat=True a list of records"
             )
+        if is_list and not all(isinstance(row, Mapping) for row in self.dataset):
+            raise ValueError("DatasetTokens dataset has rows that are no mapping: give records, as {'messages': [...]}")
+        self.config("input", "output")
+
+    def config(self, uri: str, out: str) -> PrepareConfig:
+        """How its documents are prepared. Raises ValueError for settings that do not go together."""
+        return PrepareConfig(
+            (uri,),
+            out,
+            tokenizer=self.tokenizer,
+            text_column=self.text_column,
+            chat=self.chat,
+            columns=self.columns,
+            end_of_document=self.end_of_document,
+            align_tokens=self.align_tokens,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -117,9 +140,11 @@ def materialised(source: DatasetTokens, uri: str, session: Session | None = None
     `session`: as for `prepare`. Raises ValueError for a dataset without text, and where `uri` has other documents or
     other settings.
     """
-    storage, kind = Storage(uri).open(), kind_of(source.dataset)
-    tokenizer = open_tokenizer(source.tokenizer, source.end_of_document)
-    named = {"tokenizer": tokenizer.sha256, "text_column": source.text_column}
+    storage, kind = Storage(uri).open(), kind_of(source.dataset) or "chat"
+    opened = ChatTokenizer if source.chat else open_tokenizer
+    tokenizer = opened(source.tokenizer, source.end_of_document)
+    name, column = ("columns", source.columns) if source.chat else ("text_column", source.text_column)
+    named = {"tokenizer": tokenizer.sha256, name: column}
     decides: Mapping[str, str | int] = {**named, "align_tokens": source.align_tokens}
     if storage.exists(INPUT_RECORD):
         try:
@@ -146,28 +171,25 @@ def materialised(source: DatasetTokens, uri: str, session: Session | None = None
         record = InputRecord(sha256, num_documents, decides)
         storage.replace(INPUT_RECORD, json.dumps(dataclasses.asdict(record)).encode())
     if not storage.exists(f"{TOKENS}/{MANIFEST}"):
-        config = PrepareConfig(
-            (f"{uri}/{INPUT}",),
-            f"{uri}/{TOKENS}",
-            tokenizer=source.tokenizer,
-            text_column=source.text_column,
-            end_of_document=source.end_of_document,
-            align_tokens=source.align_tokens,
-        )
-        prepare(config, session)
+        prepare(source.config(f"{uri}/{INPUT}", f"{uri}/{TOKENS}"), session)
         storage.remove_folder(INPUT)
     return PreparedTokens.of(f"{uri}/{TOKENS}/{MANIFEST}", source.context_tokens)
 
 
 def _write(source: DatasetTokens, storage: Storage) -> tuple[str, int]:
-    """Write the documents as Parquet files. Gives their digest and number."""
+    """Write the documents as Parquet files, conversations as JSON lines. Gives their digest and number."""
     total, num_documents, num_files = hashlib.sha256(), 0, 0
     columns: list[Any] = []
 
     def write_file() -> None:
+        name = f"{INPUT}/part-{num_files:06d}"
+        if source.chat:
+            lines = "".join(f"{line}\n" for column in columns for line in column.to_pylist())
+            storage.replace(f"{name}.jsonl", lines.encode())
+            return
         sink = pa.BufferOutputStream()
         pq.write_table(pa.table({source.text_column: pa.chunked_array(columns)}), sink, compression="zstd")
-        storage.replace(f"{INPUT}/part-{num_files:06d}.parquet", sink.getvalue().to_pybytes())
+        storage.replace(f"{name}.parquet", sink.getvalue().to_pybytes())
 
     for column in _columns(source):
         _add(total, column)
@@ -191,23 +213,37 @@ def _add(total: Any, column: Any) -> None:
 
 
 def _columns(source: DatasetTokens) -> Iterator[Any]:
-    """The documents in order, a batch at a time, as Arrow text."""
+    """The documents in order, a batch at a time, as Arrow text; conversations as JSON."""
     dataset, name = source.dataset, source.text_column
+    content = Conversations(chat_columns(source.columns)) if source.chat else TextIn(name)
+    if isinstance(dataset, list):
+        batches = (dataset[start : start + NUM_ROWS] for start in range(0, len(dataset), NUM_ROWS))
+        yield from (_lines(rows, content) for rows in batches)
+        return
     of_ray = kind_of(dataset) == "Ray"
     names = dataset.columns() if of_ray else dataset.column_names
-    if name not in names:
+    if not (columns := [column for column in content.columns if column in names]):
         raise ValueError(
-            f"the dataset has no column {name!r}: it has {', '.join(names)}; give "
-            "DatasetTokens(dataset, context_tokens, text_column=...)"
+            f"the dataset has no column {' or '.join(map(repr, content.columns))}: it has {', '.join(names)}; give "
+            "DatasetTokens(dataset, context_tokens, text_column=...), or chat=True for conversations (columns=...)"
         )
+    columns += [column for column in content.optional_columns if column in names]
     if of_ray:
-        dataset = dataset.select_columns([name])
+        dataset = dataset.select_columns(columns)
         dataset.context.execution_options.preserve_order = True  # by default rows come as they are ready
         tables = dataset.iter_batches(batch_size=NUM_ROWS, batch_format="pyarrow")
     else:
-        tables = dataset.select_columns([name]).with_format("arrow").iter(NUM_ROWS)
+        tables = dataset.select_columns(columns).with_format("arrow").iter(NUM_ROWS)
     for table in tables:
         try:
-            yield from table.column(name).cast(pa.large_string()).chunks
+            texts = pa.chunked_array([_lines(table.to_pylist(), content)]) if source.chat else table.column(name)
+            yield from texts.cast(pa.large_string()).chunks
         except pa.ArrowException as error:
             raise ValueError(f"the dataset's column {name!r} is no text: {error}") from error
+
+
+def _lines(rows: Sequence[Mapping[str, object]], content: Content) -> Any:
+    """Each record as a line of JSON, with the columns of conversations alone."""
+    names = (*content.columns, *content.optional_columns)
+    parts = ({name: row[name] for name in names if row.get(name) is not None} for row in rows)
+    return pa.array(map(json.dumps, parts), pa.large_string())

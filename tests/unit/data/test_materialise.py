@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,27 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_ring import RunConfig, StepConfig
+from elastic_ring.data.manifest import read_manifest
 from elastic_ring.data.packing import END_OF_DOCUMENT
 from elastic_ring.data.preparation import prepare
 from elastic_ring.data.preparation.materialise import DatasetTokens, as_source, materialised
 from elastic_ring.data.source import StdlibText
 from elastic_ring.runtime.driver import submission
 from elastic_ring.trainer import ElasticRingTrainer
-from tests.unit.data.corpora import texts
+from tests.unit.data.corpora import texts, trained_bpe
+from tests.unit.data.test_chat import (
+    CLOSE,
+    END,
+    OPEN,
+    THINKS,
+    THOUGHT,
+    chat,
+    counted_of,
+    counted_text,
+    messages,
+    with_template,
+    write,
+)
 
 datasets = pytest.importorskip("datasets")
 
@@ -74,6 +90,39 @@ def test_a_dataset_without_text_is_refused_by_its_columns(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="has no rows"):
         materialised(as_source(dataset([]), StepConfig(context_tokens=8)), str(tmp_path / "b"))
     assert materialised(DatasetTokens(dataset(texts(3), "body"), 8, text_column="body"), str(tmp_path / "c")).digest
+
+
+def test_conversations_of_a_dataset_or_a_list_have_the_masks_of_their_file(tmp_path: Path) -> None:
+    """Rows of a table have nulls where others have keys; what is no conversation's column is not read."""
+    folder = with_template(trained_bpe(END, OPEN, CLOSE), tmp_path / "tokenizer", THINKS)
+    tools = json.dumps([{"name": "look", "parameters": {}}])
+    rows: list[dict[str, Any]] = [{"messages": THOUGHT, "tools": tools}, {"messages": messages("a", "b", "c", "d")}]
+    rows[1]["messages"][1] |= {"weight": 0}
+    given = [{"id": number, **row, "at": datetime.now(UTC)} for number, row in enumerate(rows)]
+    of_file = chat(tmp_path / "out", write(tmp_path / "a.jsonl", rows), folder)
+    settings: dict[str, Any] = {"tokenizer": str(folder), "chat": True}
+    for name, data in {"list": given, "table": datasets.Dataset.from_list(given)}.items():
+        corpus = materialised(DatasetTokens(data, 64, **settings), str(tmp_path / name))
+        manifest = read_manifest(corpus.uri)
+        assert counted_of(tmp_path / name / "tokens", manifest) == counted_of(tmp_path / "out", of_file)
+        assert materialised(DatasetTokens(data, 64, **settings), str(tmp_path / name)) == corpus
+    with pytest.raises(ValueError, match="has other documents, or another order"):
+        materialised(DatasetTokens(given[::-1], 64, **settings), str(tmp_path / "list"))
+    named = datasets.Dataset.from_list([{"q": "a", "a": "b"}])
+    with pytest.raises(ValueError, match=r"no column 'messages' or .*: it has q, a; give .*columns="):
+        materialised(DatasetTokens(named, 64, **settings), str(tmp_path / "other"))
+    columns = "prompt=q,completion=a"
+    corpus = materialised(DatasetTokens(named, 4, columns=columns, **settings), str(tmp_path / "named"))
+    (document,) = counted_of(tmp_path / "named" / "tokens", read_manifest(corpus.uri))
+    assert counted_text(folder, document) == f"b{CLOSE}"
+    for wrong, told in (
+        ({"chat": True}, "bytes have no chat template"),
+        ({"columns": columns}, "are of conversations"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            DatasetTokens(named, 64, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has rows that are no mapping"):
+        DatasetTokens(["a"], 64, **settings)
 
 
 def test_a_large_dataset_is_prepared_in_the_ray_of_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
