@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from pyarrow import fs
 from pydantic import Field
 
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 CACHE_BYTES, LEAST_CACHE_BYTES = 256 << 20, 32 << 20
 BLOCK_ROW_GROUPS, WINDOW_BLOCKS = 8, 8
 """Row groups that are read one after the other, and how many such blocks are mixed: 4 Mi tokens at 64 Ki each."""
+WINDOW_SEQUENCES, LOADED_BYTES = 16, 6
+"""Sequences among which whole documents are packed, at least; and the most that a token takes in the cache."""
 Packing = Literal["stream", "whole"]
 Auto = Literal["auto"]
 _NUMBERED = re.compile(r"^manifest-(\d+)\.json$")
@@ -116,13 +119,15 @@ class PreparedTokens:
                 [max(source.num_tokens - 1, 0) // self.context_tokens for source in manifest.sources]
                 for manifest in manifests
             ]
+        block_tokens = self._block_tokens(manifests[0])
         return PreparedCorpus(
             tuple(streams),
             tuple(source.weight or 1.0 for source in manifests[0].sources),
             firsts,
             sizes,
             is_complete=manifests[-1].is_complete,
-            block=max(1, BLOCK_ROW_GROUPS * manifests[0].row_group_tokens // self.context_tokens),
+            block=max(1, block_tokens // self.context_tokens),
+            window=max(1, min(WINDOW_BLOCKS, streams[0].cache_bytes // (LOADED_BYTES * block_tokens))),
             digest=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
             held=(0,) * len(streams),
         )
@@ -141,9 +146,14 @@ class PreparedTokens:
             [int(documents.by_shard[num - 1]) if num else 0 for num in shards],
             self.context_tokens,
             align_tokens=manifest.align_tokens,
-            window_tokens=BLOCK_ROW_GROUPS * manifest.row_group_tokens,
+            window_tokens=self._block_tokens(manifests[0]),
             long=self.long_documents,
         )
+
+    def _block_tokens(self, manifest: Manifest) -> int:
+        """How many tokens are read together."""
+        of_row_groups = BLOCK_ROW_GROUPS * manifest.row_group_tokens
+        return of_row_groups if self.packing == "stream" else max(of_row_groups, WINDOW_SEQUENCES * self.context_tokens)
 
     def _stream(self, index: int, manifest: Manifest, placed: Placed | None = None) -> PackedSource:
         source, end, align = manifest.sources[index], manifest.end_of_document, manifest.align_tokens
@@ -169,9 +179,12 @@ class PreparedTokens:
         if self.packing == "whole":
             log.info("%s", _whole_line(self.open(), manifest, self.long_documents))
         elif masked:
-            problem = "conversations are cut where sequences end, and the rest of each trains without its prompt: "
-            way_out = "packing whole keeps them" if manifest.has_index else "prepare the corpus anew to pack them whole"
-            log.warning("context_tokens=%d: %s%s", context, problem, way_out)
+            cut, way_out = "conversations are", "prepare the corpus anew to pack them whole"
+            if manifest.has_index:
+                cut = f"{_cut_share(self.uri, manifest, context):.1%} of the conversations are"
+                way_out = "packing whole keeps them"
+            problem = "cut where sequences end, and the rest of each trains without its prompt"
+            log.warning("context_tokens=%d: %s %s: %s", context, cut, problem, way_out)
         elif manifest.longest_document_tokens > context:
             log.info(
                 "documents of up to %s tokens are packed over several sequences of context_tokens=%d",
@@ -185,7 +198,7 @@ class PreparedCorpus:
     """Sequences over the sources of a manifest, and their order. Ids are those of `Numbering`.
 
     `sizes`: for each version of the corpus, how many sequences each source has. `held`: how many at the beginning of
-    each source are not in this part.
+    each source are not in this part. `window`: how many blocks are mixed.
     """
 
     streams: Sequence[PackedSource]
@@ -194,6 +207,7 @@ class PreparedCorpus:
     sizes: Sequence[Sequence[int]]
     is_complete: bool
     block: int
+    window: int
     digest: str
     held: tuple[int, ...]
 
@@ -240,7 +254,7 @@ class PreparedCorpus:
 
     def order(self, seed: int, global_batch: int) -> MixedOrder:
         """Which sequences each step uses. Raises ValueError for a batch larger than the corpus."""
-        return MixedOrder(seed, global_batch, self.weights, self.versions, block=self.block, window=WINDOW_BLOCKS)
+        return MixedOrder(seed, global_batch, self.weights, self.versions, block=self.block, window=self.window)
 
     def hold_out(self, num: int) -> tuple[PreparedCorpus, PreparedCorpus]:
         """(training, validation): the first sequences of each source are held out, in proportion to the weights.
@@ -389,6 +403,17 @@ def _whole_line(corpus: PreparedCorpus, manifest: Manifest, long_documents: Long
         f"{line}; {long.num_documents:,} ({long.num_documents / manifest.num_documents:.1%}) are longer and {how}: "
         f"they have {long.num_counted / num_counted:.1%} of the counted tokens, and {long.num_left_out:,} are left out"
     )
+
+
+def _cut_share(uri: str, manifest: Manifest, context_tokens: int) -> float:
+    """The share of documents with the edge of a stream's sequence inside. Raises ValueError and StorageFailed."""
+    num_cut = 0
+    for source in manifest.sources:
+        lengths = read_index(uri, source, source.num_tokens).lengths
+        ends = np.cumsum(lengths)
+        last = np.maximum(ends - 2, ends - lengths)  # the last token is only a target: an edge may lie before it
+        num_cut += int(((ends - lengths) // context_tokens != last // context_tokens).sum())
+    return num_cut / max(manifest.num_documents, 1)
 
 
 def long_shares(uri: str, manifest: Manifest, contexts: Sequence[int]) -> list[Long]:

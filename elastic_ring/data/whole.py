@@ -1,8 +1,9 @@
 """Documents packed whole: which of them share a sequence, and how those are cut that are longer than a sequence.
 
 Best-fit decreasing (Ding et al., "Fewer Truncations Improve Language Modeling", arXiv 2404.10830) over windows of
-consecutive documents, so that a sequence is read from few row groups. A window ends where a version of the corpus
-ends: what is appended moves no sequence. Padding is a document of its own that never counts.
+consecutive documents, so that a sequence is read from few row groups. A window's emptiest sequence is packed again with
+the next window, unless a version of the corpus ends there: what is appended moves no sequence. Padding is a document of
+its own that never counts.
 
 A conversation that is too long is cut behind turns that count, so that each such turn is in one part, behind its
 prompt and as much of the conversation before as there is room for; a turn that has no room with its prompt is left
@@ -27,9 +28,6 @@ from elastic_ring.data.sampling.order import philox
 LongDocuments = Literal["cut", "leave_out"]
 RULES = 1
 """Version of what a sequence holds. Raise it with every change: no run then goes on under other rules."""
-WINDOW_SEQUENCES, LEAST_SEQUENCES, WINDOW_TOKENS = 64, 8, 1 << 25
-"""A window has at least so many sequences' tokens, unless these are more than WINDOW_TOKENS; and never fewer than the
-second number's."""
 
 
 class Part(NamedTuple):
@@ -121,27 +119,31 @@ def place(
     window_tokens: int,
     long: LongDocuments,
 ) -> Placed:
-    """Pack a source's documents. `versions`: how many documents each version has. `window_tokens`: at least."""
+    """Pack a source's documents. `versions`: how many documents each version has."""
     room, ends = context_tokens + 1, np.cumsum(index.lengths)
-    window_tokens = max(
-        window_tokens, LEAST_SEQUENCES * context_tokens, min(WINDOW_SEQUENCES * context_tokens, WINDOW_TOKENS)
-    )
     starts, lengths, uncounted, counts = list[Starts](), [], [], list[Starts]()
     sizes = list[int]()
     for first, last in pairwise([0, *versions]):
         begins = ends[first:last] - index.lengths[first:last]
         cuts = first + np.flatnonzero(np.diff(begins // window_tokens, prepend=-1))
+        rest = np.empty((3, 0), dtype=np.int64)
         for begin, end in pairwise([*cuts.tolist(), last] if last > first else []):
-            of_window = _items(index, ends, range(begin, end), room, cuts_long=long == "cut")
-            padded = aligned(of_window[1], align_tokens)
-            sequence = best_fit(np.where(padded > context_tokens, room, padded), room)
+            items = np.hstack([rest, _items(index, ends, range(begin, end), room, cuts_long=long == "cut")])
+            padded = aligned(items[1], align_tokens)
+            used = np.where(padded > context_tokens, room, padded)
+            sequence = best_fit(used, room)
             num = int(sequence.max(initial=-1)) + 1
             # The longest documents are in the first sequences, and these may be held out: deal them anew.
             sequence = np.argsort(philox(0, len(counts)).random_raw(num), kind="stable")[sequence]
-            order = np.lexsort((of_window[0], sequence))
-            starts.append(of_window[0][order])
-            lengths.append(of_window[1][order].astype(np.int32))
-            uncounted.append(of_window[2][order].astype(np.int32))
+            if num and end < last:
+                emptiest = int(np.bincount(sequence, weights=used).argmin())
+                stays = sequence != emptiest
+                rest, items, sequence, num = items[:, ~stays], items[:, stays], sequence[stays], num - 1
+                sequence -= sequence > emptiest
+            items = items[:, np.lexsort((items[0], sequence))]
+            starts.append(items[0])
+            lengths.append(items[1].astype(np.int32))
+            uncounted.append(items[2].astype(np.int32))
             counts.append(np.bincount(sequence, minlength=num))
         sizes.append(sum(map(len, counts)))
     none, of_long = np.empty(0, np.int64), long_documents(index, context_tokens)
@@ -155,10 +157,9 @@ def place(
     )
 
 
-def _items(
-    index: DocumentIndex, ends: Starts, documents: range, room: int, *, cuts_long: bool
-) -> tuple[Starts, Starts, Starts]:
-    """(first token in the stream, tokens, tokens that do not count) of these documents and the parts of long ones."""
+def _items(index: DocumentIndex, ends: Starts, documents: range, room: int, *, cuts_long: bool) -> Starts:
+    """Of these documents and the parts of long ones, int64 (3, N): the first token in the stream, the number of tokens
+    and of those that do not count."""
     lengths = index.lengths[documents.start : documents.stop]
     begins = ends[documents.start : documents.stop] - lengths
     fits = lengths <= room
@@ -167,10 +168,8 @@ def _items(
         for number in (np.flatnonzero(~fits).tolist() if cuts_long else ())
         for part in parts_of(int(lengths[number]), index.edges.get(documents.start + number), room)
     ]
-    of_parts = np.array(more, dtype=np.int64).reshape(-1, 3).T
-    whole = begins[fits], lengths[fits], np.zeros(int(fits.sum()), np.int64)
-    starts, nums, uncounted = (np.concatenate(pair) for pair in zip(whole, of_parts, strict=True))
-    return starts, nums, uncounted
+    whole = np.stack([begins[fits], lengths[fits], np.zeros(int(fits.sum()), np.int64)])
+    return np.hstack([whole, np.array(more, dtype=np.int64).reshape(-1, 3).T])
 
 
 @dataclass(kw_only=True, eq=False)

@@ -99,7 +99,7 @@ def test_sequences_of_3000_chats_have_at_most_2_percent_padding() -> None:
     lengths = np.array([len(tokens) + 1 for tokens, _ in chats(3000)])
     assert 200 < lengths.mean() < 260
     index = DocumentIndex(lengths, {}, np.array([3000]))
-    placed = place(index, [3000], 2048, align_tokens=1, window_tokens=1 << 19, long="leave_out")
+    placed = place(index, [3000], 2048, align_tokens=1, window_tokens=1 << 16, long="leave_out")
     assert 1 - placed.lengths.sum() / (len(placed.ends) * 2049) < 0.02
     held = placed.lengths[: placed.ends[9]]  # what would be held out is like the rest
     assert abs(held.mean() / lengths[lengths <= 2049].mean() - 1) < 0.3
@@ -197,10 +197,15 @@ def test_a_corpus_of_before_keeps_its_stream_and_its_digests(tmp_path: Path, cap
         PreparedTokens.of(uri, 128, packing="whole")
 
 
-def test_an_index_that_is_lost_or_another_one_is_named_and_packing_is_in_the_fingerprint(tmp_path: Path) -> None:
+def test_an_index_that_is_lost_or_another_one_is_named_and_packing_is_in_the_fingerprint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     written(tmp_path, list(chats(200)))
     uri, data = str(tmp_path / "manifest.json"), PreparedTokens.of(str(tmp_path / "manifest.json"), 512)
+    ends = np.cumsum([len(tokens) + 1 for tokens, _ in chats(200)])
+    cut = [any(begin < edge < end - 1 for edge in range(0, end, 512)) for begin, end in pairwise([0, *ends.tolist()])]
     others = [PreparedTokens.of(uri, 512, packing="stream"), PreparedTokens.of(uri, 512, long_documents="leave_out")]
+    assert f"context_tokens=512: {sum(cut) / 200:.1%} of the conversations are cut where" in caplog.text
     assert len({each.open().fingerprint for each in (data, *others)}) == 3
     first = min((tmp_path / "index").iterdir())
     kept = first.read_bytes()
