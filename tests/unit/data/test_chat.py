@@ -673,4 +673,4 @@ def test_settings_that_cannot_be_are_named(
     share = (manifest.num_counted or 0) / manifest.num_tokens
     assert said[2] == f"{manifest.num_counted} of the tokens count in the loss ({share:.1%})"
     PreparedTokens.of(f"{out}/manifest.json", 4, packing="stream")
-    assert "context_tokens=4: conversations are cut where sequences end" in caplog.text
+    assert "context_tokens=4: 100.0% of the conversations are cut where sequences end" in caplog.text
