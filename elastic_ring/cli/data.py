@@ -119,6 +119,12 @@ def report(manifest: Manifest, out: str) -> list[str]:
     if manifest.num_counted is not None:
         share = manifest.num_counted / max(manifest.num_tokens, 1)
         lines.append(f"{manifest.num_counted:,} of the tokens count in the loss ({share:.1%})")
+        num_left_out = dropped.num_bad_records + dropped.num_duplicates + dropped.num_empty_documents
+        if manifest.num_documents > (num_records := dropped.num_records - num_left_out) > 0:
+            lines.append(
+                f"{num_records:,} conversations are {manifest.num_documents:,} documents: the chat template writes "
+                "earlier turns anew, and each counts as it was generated"
+            )
         if manifest.has_index:  # pieces of an earlier version have none
             lines += _long_lines(manifest, long_shares(uri, manifest, CONTEXTS))
     for title, groups in manifest.about.get("files", {}).items():

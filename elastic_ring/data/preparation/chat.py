@@ -440,7 +440,7 @@ class ChatTokenizer:
         """Whether the template writes a list of texts as it writes text, and whether it writes lists alone."""
         parts = [{"type": "text", "text": "Look."}]
         text, listed = (self._tried({"role": "assistant", "content": each}, each) for each in ("Look.", parts))
-        return text == listed, "Look." not in (text or "") and "Look." in (listed or "")
+        return text == listed is not None, "Look." not in (text or "") and "Look." in (listed or "")
 
     def _with_content(self, message: Message) -> Message:
         """The message with its content as the template takes it. Servers, too, put a line between texts of a list."""

@@ -373,8 +373,12 @@ def test_of_each_form_the_assistants_turns_count_as_they_are_generated(saved: Pa
     for name, template in (("marked", THINKS), ("plain", None)):
         folder = other(saved, tmp_path / name, template) if template else tmp_path / "plain"
         source = write(tmp_path / f"{name}.jsonl", [record, record])
-        documents = counted_of(tmp_path / f"out-{name}", chat(tmp_path / f"out-{name}", source, folder))
+        manifest = chat(tmp_path / f"out-{name}", source, folder)
+        documents = counted_of(tmp_path / f"out-{name}", manifest)
         assert len(documents) == 2 * len(parts)
+        lines = command.report(manifest, str(tmp_path / f"out-{name}"))
+        told = f"2 conversations are {2 * len(parts)} documents: the chat template writes earlier turns anew"
+        assert any(told in line for line in lines) == (len(parts) > 1)
         for part, document in zip(parts * 2, documents, strict=True):
 
             def written(stop: int, **settings: Any) -> str:
