@@ -646,7 +646,7 @@ def check_together(scaling: ScalingConfig, step: StepConfig, faults: tuple[Fault
             )
         if fault.phase in EXCHANGES and step.experts == "gather":
             raise ValueError(f"fault {fault}: with experts='gather' no tokens are sent to experts: take experts='send'")
-        if fault.hop is not None and fault.phase not in EXCHANGES and fault.hop >= scaling.cp:
+        if fault.hop is not None and fault.phase not in (*EXCHANGES, "update") and fault.hop >= scaling.cp:
             raise ValueError(
                 f"fault {fault}: hop={fault.hop} never comes on rings of cp={scaling.cp}; "
                 f"name one of 0 to {scaling.cp - 1}"

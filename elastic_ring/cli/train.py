@@ -147,6 +147,7 @@ def plan(settings: TrainSettings, trainer: ElasticRingTrainer | None = None) -> 
         num_own=None if trainer is None else getattr(trainer.task.model, "num_parameters", None),
         density=density,
         latent=latent,
+        optimizer=settings.optim.optimizer,
     )
 
 

@@ -238,7 +238,7 @@ class StepMemory:
     sizes. `tokens`: of a rank in one pass. `element_bytes`: of the computing type. `fused_norms`: RMSNorm keeps its
     input, no copies in fp32. `experts`: as `StepConfig.experts`. `built_in`: the built-in decoder, whose large parts
     are gathered on their own. `latent`: numbers of a token that hops carry in place of K and V, or 0. `num_trained`:
-    parameters of adapters on a frozen base; None where all are trained.
+    parameters of adapters on a frozen base; None where all are trained. `optimizer`: as `OptimConfig.optimizer`.
     """
 
     config: ModelConfig
@@ -253,6 +253,7 @@ class StepMemory:
     built_in: bool = True
     latent: int = 0
     num_trained: int | None = None
+    optimizer: str = "adamw"
 
     @cached_property
     def units(self) -> ModelUnits:
@@ -262,17 +263,28 @@ class StepMemory:
     def activations(self) -> Activations:
         return Activations(self)
 
+    @property
+    def num_matrices(self) -> int:
+        """Parameters of a rank's shard that Muon updates: all but embedding and head, or all of adapters."""
+        if self.optimizer != "muon":
+            return 0
+        number = self.num_parameters - self.units.root if self.num_trained is None else self.num_trained
+        return -(-number // self.cp)
+
     @cached_property
     def lasting(self) -> dict[str, int]:
         """State that is on the device all the time."""
         shard = self.units.shard
         trained = shard if self.num_trained is None else -(-self.num_trained // self.cp)
+        moments = MOMENTS_BYTES * trained - FP32 * self.num_matrices
         computed = self.element_bytes * shard if self._is_whole and self.element_bytes < MASTER_BYTES else 0
         # A ring of one reads a frozen base in the computing type (`train.wrap.keep_whole`).
         num_masters = trained if computed else shard
         return {
             "fp32 masters": 0 if self.cpu_offload == "all" else MASTER_BYTES * num_masters,
-            "Adam's moments": MOMENTS_BYTES * trained if self.cpu_offload == "none" else 0,
+            "Muon's and Adam's moments" if self.num_matrices else "Adam's moments": moments
+            if self.cpu_offload == "none"
+            else 0,
             "gradients": GRADIENT_BYTES * trained,
             **({"parameters to compute with": computed} if computed else {}),
             "hop buffers": self.activations.hop_buffers,
@@ -299,6 +311,9 @@ class StepMemory:
         last = self.config.num_layers - 1
         layers = sorted({last, max(0, last - 1), 0}, reverse=True)
         moments = (self._loss_moment(), *map(self._layer_moment, layers), self._end_moment())
+        if self.num_matrices:
+            rows = (2 if self.on_gpu else FP32) * self.num_matrices
+            return (*moments, Moment("the update", {**self.lasting, "orthogonalised rows": rows}))
         if self.cpu_offload == "none":
             return moments
         # With "all" gradients are in host memory: the buckets' do not visit, their sums are here.

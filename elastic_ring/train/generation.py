@@ -34,6 +34,9 @@ class ProcessGroups(Protocol):
     replica: Any
     device_mesh: DeviceMesh
 
+    def among(self, ranks: tuple[int, ...]) -> Any:
+        """Some ranks of `world`, for sends and receives in host memory."""
+
     def check(self) -> None:
         """Raises GroupAborted once the groups have been aborted."""
 

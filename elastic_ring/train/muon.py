@@ -50,11 +50,6 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     return (x.T if is_tall else x).contiguous()
 
 
-def computing_dtype(device: torch.device) -> torch.dtype:
-    """Of the update: bfloat16 on GPUs, as torch; fp32 on CPUs, where it is no faster."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
 # ---------------------------------------------------------------- matrices of a model
 
 
@@ -188,26 +183,6 @@ class Party:
 
 
 @dataclass(frozen=True)
-class Among:
-    """Some `ranks` of a group, for sends and receives between them."""
-
-    group: Any
-    ranks: tuple[int, ...]
-
-    def rank(self) -> int:
-        return self.ranks.index(self.group.rank())
-
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> Any:
-        return self.group.send(tensors, self.ranks[dst], tag)
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> Any:
-        return self.group.recv(tensors, self.ranks[src], tag)
-
-
-@dataclass(frozen=True)
 class Update:
     """This rank's rows of the orthogonalised matrices of `step`, by parameter, with the factors of the learning rate
     (`Division.scales`). It is kept until its apply has ended."""
@@ -230,7 +205,8 @@ class UpdateRun:
     ) -> None:
         self._division, self._shard, self._gradients, self._scale = division, shard, gradients, scale
         self._party, self._device = party, shard.device
-        self._dtype = computing_dtype(self._device)
+        # As torch on GPUs; on CPUs bfloat16 is no faster.
+        self._dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
         self._rows: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -241,6 +217,7 @@ class UpdateRun:
             self._rows[name] = torch.empty(num_rows, division.columns[name], dtype=self._dtype, device=self._device)
         look(0)
         for matrix in division.own[cp_rank]:
+            look(0)
             self._place(matrix, newton_schulz(self._direction(matrix)))
         swaps = AllToAll(len(party.cp_ranks), party.index, party.group, HopLedger(), party.abandoned)
         for number, matrices in enumerate(division.rounds, start=1):
@@ -283,18 +260,19 @@ class UpdateRun:
     def _part(self, whole: Tensor, matrix: Matrix, peer: int) -> Tensor:
         """The rows of a whole matrix that `peer` has."""
         piece = self._division.piece(matrix, self._party.cp_ranks[peer])
-        return whole[piece.start - matrix.first : piece.stop - matrix.first] if piece else whole[:0]
+        return whole[piece.start - matrix.first : piece.stop - matrix.first]
 
     def _local(self, matrix: Matrix) -> slice:
         """The rows of a matrix here, counted in the parameter's slice."""
-        piece, start = self._division.piece(matrix, self._party.cp_rank), self._division.spans[matrix.name]
-        return slice(piece.start - start[self._party.cp_rank][0], piece.stop - start[self._party.cp_rank][0])
+        piece = self._division.piece(matrix, self._party.cp_rank)
+        start, _ = self._division.spans[matrix.name][self._party.cp_rank]
+        return slice(piece.start - start, piece.stop - start)
 
     def _direction(self, matrix: Matrix) -> Tensor:
         """This rank's rows of the gradient with Nesterov's momentum, contiguous, in the computing type."""
-        name, rows = matrix.name, self._local(matrix)
-        gradient = self._gradients[name].view(-1, matrix.num_columns)[rows] * self._scale
-        buffer = self._shard.optimizer.state.get(self._shard.params[name], {}).get(BUFFER)
+        rows, param = self._local(matrix), self._shard.params[matrix.name]
+        gradient = self._gradients[matrix.name].view(-1, matrix.num_columns)[rows] * self._scale
+        buffer = self._shard.optimizer.state.get(param, {}).get(BUFFER)
         own = torch.zeros_like(gradient) if buffer is None else buffer.view(-1, matrix.num_columns)[rows]
         return gradient.lerp(own.lerp(gradient, 1 - MOMENTUM), MOMENTUM).to(self._dtype)
 
@@ -320,11 +298,9 @@ class Muon(torch.optim.AdamW):
             super().step(closure)
         finally:
             self.param_groups = groups
-        pairs = [(group, param) for group in groups if group.get("muon") for param in group["params"]]
-        for group, param in pairs:
+        for group, param in ((each, param) for each in groups if each.get("muon") for param in each["params"]):
             assert self.update is not None
-            name, rate = self._names[param], group["lr"]
-            state = self.state[param]
+            name, rate, state = self._names[param], group["lr"], self.state[param]
             if BUFFER not in state:
                 state[BUFFER] = torch.zeros_like(param)
             state[BUFFER].lerp_(param.grad, 1 - MOMENTUM)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elastic_ring.errors import PeerFailed
-from elastic_ring.train.muon import Among, Division, Party, UpdateRun, matrix_parts
+from elastic_ring.train.muon import Division, Party, UpdateRun, matrix_parts
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.vote import Outcome
 from elastic_ring.train.wrap import trained_shapes
@@ -70,7 +70,7 @@ def repeat_update(state: Transaction, outcome: Outcome, *, is_behind: bool, in_m
     if is_behind and all(ring <= {*ranks} or ring.isdisjoint(ranks) for ring in rings):
         _compute(state, outcome, _ring(state))
     elif is_behind:
-        among, index = Among(now.groups.world, ranks), ranks.index(now.groups.global_rank)
+        among, index = now.groups.among(ranks), ranks.index(now.groups.global_rank)
         _compute(state, outcome, Party(among, index, cp_ranks, torch.device("cpu"), now.abandoned))
     gather_statuses(state, own)
 

@@ -221,9 +221,11 @@ def plan_of(
     num_own: int | None = None,
     latent: int = 0,
     num_trained: int | None = None,
+    optimizer: str = "adamw",
 ) -> ModelPlan:
-    """The plan of a model on a mesh. `saves`: it takes checkpoints; `fused_norms`, `built_in`, `latent` and
-    `num_trained` as in `StepMemory`; `num_own`: parameters of the model, if the config does not say all of them."""
+    """The plan of a model on a mesh. `saves`: it takes checkpoints; `fused_norms`, `built_in`, `latent`,
+    `num_trained` and `optimizer` as in `StepMemory`; `num_own`: parameters of the model, if the config does not say all
+    of them."""
     if scaling.keep_activations is True and not config.offload_activations:
         config = dataclasses.replace(config, checkpoint_activations=False)
     number = num_own or num_parameters(config)
@@ -243,7 +245,9 @@ def plan_of(
         built_in,
         latent,
         num_trained,
+        optimizer,
     )
+    snapshot = SNAPSHOT_BYTES * memory.units.shard - MASTER_BYTES * memory.num_matrices
     in_host = IN_HOST_BYTES[scaling.cpu_offload]
     if copies == AUTO:
         copies = str(min(parse_copies(AUTO, scaling.dp).num_copies, scaling.mesh.size - 1))
@@ -251,15 +255,15 @@ def plan_of(
         number,
         scaling.mesh.size,
         memory.tokens,
-        (STATE_BYTES - in_host) * memory.units.shard,
+        (STATE_BYTES - SNAPSHOT_BYTES - in_host) * memory.units.shard + snapshot,
         (max(memory.units.parts) or memory.units.unit) * memory.element_bytes,
         model_flops(config, step.context_tokens, density, num_active),
         memory,
         scaling.device == "cuda",
         copies,
-        SNAPSHOT_BYTES * memory.units.shard,
+        snapshot,
         in_host * memory.units.shard,
-        SNAPSHOT_BYTES * -(-memory.units.shard // scaling.dp) if saves else 0,
+        -(-snapshot // scaling.dp) if saves else 0,
         together,
         density,
         1 + (scaling.spares > 0),

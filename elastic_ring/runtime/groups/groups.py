@@ -192,6 +192,10 @@ class Groups:
     device_mesh: DeviceMesh
     connector: Connector
 
+    def among(self, ranks: tuple[int, ...]) -> Part:
+        """Some ranks of `world`, for sends and receives in host memory."""
+        return Part(self.world, ranks)
+
     def check(self) -> None:
         """Raises GroupAborted once these groups have been aborted."""
         self.connector.raise_if_aborted()
