@@ -121,9 +121,8 @@ def identity_of(
     `contents`."""
     entries = {f"step.{name}": value for name, value in settings.items()}
     first_plan = {**vars(task.optim), "total_steps": task.optim.plans[0][1]}  # later plans change no step before them
-    entries |= {f"optim.{name}": value for name, value in first_plan.items() if name != "replanned"}
-    if task.optim.optimizer == "adamw":  # as identities were written before there was a choice
-        del entries["optim.optimizer"]
+    named = {name: value for name, value in first_plan.items() if name != "replanned" and value != "adamw"}
+    entries |= {f"optim.{name}": value for name, value in named.items()}  # AdamW had no name before there was a choice
     entries |= {"step.kv_wire": task.step.kv_wire, "step.linears": task.step.linears}
     if (shape := built_in(task.model)) is not None:
         entries["slices of the model"] = shape.sliced

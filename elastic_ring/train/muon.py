@@ -79,8 +79,7 @@ def matrix_parts(model: nn.Module, units: Sequence[nn.Module]) -> dict[str, tupl
 
 
 def _rows_of_parts(name: str, weight: Tensor, output: Tensor | None) -> tuple[int, ...]:
-    """Rows of the parts of a linear layer's weight; `output`: the weight of attention's last projection, which has a
-    column for each of q's rows."""
+    """Of a linear layer; `output`: the weight of attention's last projection, with a column for each of q's rows."""
     num_rows = weight.shape[0]
     if name == "qkv_proj" and output is not None:
         inner = output.shape[1]
@@ -147,15 +146,6 @@ class Division:
         start, stop = self.spans[matrix.name][cp_rank]
         return range(max(start, matrix.first), max(start, matrix.first, min(stop, matrix.stop)))
 
-    def scales(self, name: str, cp_rank: int) -> list[tuple[int, int, float]]:
-        """(first row, stop, factor of the learning rate) of each piece of a parameter on `cp_rank`, counted there."""
-        start, scales = self.spans[name][cp_rank][0], list[tuple[int, int, float]]()
-        for matrix in self.matrices[name]:
-            if piece := self.piece(matrix, cp_rank):
-                before = scales.pop() if scales and scales[-1][2] == matrix.scale else (piece.start - start, 0, 0.0)
-                scales.append((before[0], piece.stop - start, matrix.scale))
-        return scales
-
 
 # ---------------------------------------------------------------- the update of a step
 
@@ -184,12 +174,12 @@ class Party:
 
 @dataclass(frozen=True)
 class Update:
-    """This rank's rows of the orthogonalised matrices of `step`, by parameter, with the factors of the learning rate
-    (`Division.scales`). It is kept until its apply has ended."""
+    """This rank's rows of the orthogonalised matrices of `step`, by parameter; `pieces` of them have a factor of the
+    learning rate each. It is kept until its apply has ended."""
 
     step: int
     rows: Mapping[str, Tensor]
-    scales: Mapping[str, Sequence[tuple[int, int, float]]]
+    pieces: Mapping[str, Sequence[tuple[slice, float]]]
 
 
 class UpdateRun:
@@ -218,13 +208,13 @@ class UpdateRun:
         look(0)
         for matrix in division.own[cp_rank]:
             look(0)
-            self._place(matrix, newton_schulz(self._direction(matrix)))
+            self._rows[matrix.name][self._local(matrix)] = newton_schulz(self._direction(matrix))
         swaps = AllToAll(len(party.cp_ranks), party.index, party.group, HopLedger(), party.abandoned)
         for number, matrices in enumerate(division.rounds, start=1):
             look(number)
             self._round(matrices, swaps)
-        scales = {name: division.scales(name, cp_rank) for name in self._rows}
-        return Update(step, self._rows, scales)
+        pieces = {name: [(self._local(each), each.scale) for each in division.matrices[name]] for name in self._rows}
+        return Update(step, self._rows, pieces)
 
     def _round(self, matrices: Sequence[Matrix | None], swaps: AllToAll) -> None:
         """Each owner gathers its matrix from the sources, orthogonalises it, and sends its rows to the whole party."""
@@ -255,7 +245,7 @@ class UpdateRun:
             incoming[own_index] = outgoing[own_index]
         for matrix, received in zip(owned, incoming, strict=True):
             if matrix is not None:
-                self._place(matrix, received)
+                self._rows[matrix.name][self._local(matrix)] = received
 
     def _part(self, whole: Tensor, matrix: Matrix, peer: int) -> Tensor:
         """The rows of a whole matrix that `peer` has."""
@@ -275,9 +265,6 @@ class UpdateRun:
         buffer = self._shard.optimizer.state.get(param, {}).get(BUFFER)
         own = torch.zeros_like(gradient) if buffer is None else buffer.view(-1, matrix.num_columns)[rows]
         return gradient.lerp(own.lerp(gradient, 1 - MOMENTUM), MOMENTUM).to(self._dtype)
-
-    def _place(self, matrix: Matrix, values: Tensor) -> None:
-        self._rows[matrix.name][self._local(matrix)].copy_(values)
 
 
 class Muon(torch.optim.AdamW):
@@ -307,6 +294,6 @@ class Muon(torch.optim.AdamW):
             param.mul_(1 - rate * group["weight_decay"])
             rows = self.update.rows[name]
             values = param.view(-1, rows.size(-1))
-            for first, stop, scale in self.update.scales[name]:
-                values[first:stop].add_(rows[first:stop], alpha=-rate * scale)
+            for piece, scale in self.update.pieces[name]:
+                values[piece].add_(rows[piece], alpha=-rate * scale)
         self.update = None

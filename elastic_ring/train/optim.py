@@ -155,16 +155,13 @@ def make_optimizer(
     decayed = [tensor for name, tensor in local_shards if full_ndims[name] >= 2 and name not in matrices]
     balancing = [tensor for name, tensor in local_shards if is_balance(name)]
     undecayed = [tensor for name, tensor in local_shards if full_ndims[name] < 2 and not is_balance(name)]
+    whole = [tensor for name, tensor in local_shards if name in matrices]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
         # Without memory Adam's step is the gradient's sign: scaling and clipping change nothing.
         {"params": balancing, "weight_decay": 0.0, "betas": (0.0, 0.0), "eps": SIGN_EPS, "lr_scale": BALANCE_SCALE},
-        {
-            "params": [tensor for name, tensor in local_shards if name in matrices],
-            "weight_decay": config.weight_decay,
-            "muon": True,
-        },
+        {"params": whole, "weight_decay": config.weight_decay, "muon": True},
     ]
     groups = [group for group in groups if group["params"]]
     # Fused: one pass over memory instead of a dozen. On a CPU it would change the bits for no gain.

@@ -290,11 +290,19 @@ class Transaction:
 
     # ------------------------------------------------------------ the step
 
-    def run(self, step: int, *, boundary: bool, flags: Callable[[], Flag] = lambda: NOTHING) -> tuple[Outcome, Local]:
+    def run(
+        self,
+        step: int,
+        *,
+        boundary: bool,
+        flags: Callable[[], Flag] = lambda: NOTHING,
+        cut_off: Callable[[Outcome, Local], None] = lambda outcome, local: None,
+    ) -> tuple[Outcome, Local]:
         """Run one step and apply it. Exceptions of exchanges and of the user's code pass through.
 
         `flags` gives the other flags of this rank. The vote calls it late, after the device has computed the step,
-        because a writer that was busy at its start may be free by then.
+        because a writer that was busy at its start may be free by then. `cut_off` is called if the step is committed
+        and ends before its apply.
         """
         assert step == self.applied, (step, self.applied)
         if (back := self.held.back) is not None and back.facts["step"] + 1 == step:
@@ -303,7 +311,11 @@ class Transaction:
         local = compute(self, step)
         self.reduce(step)
         outcome = self.vote(step, local, boundary=boundary, flags=flags)
-        exchange_update(self, outcome)
+        try:
+            exchange_update(self, outcome)
+        except BaseException:
+            cut_off(outcome, local)
+            raise
         self.apply(outcome)
         return outcome, local
 
@@ -377,7 +389,6 @@ class Transaction:
             gradient.flat.mul_(outcome.scale(optim.clip_norm))
             if isinstance(shard.optimizer, Muon):
                 assert held.update is not None
-                assert held.update.step == step
                 shard.optimizer.take(held.update, shard.params)
             shard.apply(gradient.views, rate)
             self.flips.flip("apply", lambda: list(shard.params.values()))

@@ -54,9 +54,7 @@ def repeat_update(state: Transaction, outcome: Outcome, *, is_behind: bool, in_m
         return
     if not in_mesh:
         held.filled = False
-        raise PeerFailed(
-            f"step {outcome.vote.step} cannot be applied outside of the mesh: its update needs other ranks"
-        )
+        raise PeerFailed(f"step {outcome.vote.step}: its update cannot be computed outside of the mesh")
     now = state.now
     statuses = gather_statuses(state, own)
     if LACKS_ROWS not in statuses:

@@ -108,6 +108,8 @@ def check_settings(task: TrainingTask, scaling: ScalingConfig, run: RunConfig) -
     check_schedule(task.lr_schedule, task.optim, step.steps)
     check_cpu_offload(scaling.cpu_offload, task.optimizer, task.optim)
     check_together(scaling, step, run.faults)
+    if task.optim.optimizer != "muon" and any(fault.phase == "update" for fault in run.faults):
+        raise ValueError("faults: phase=update is Muon's: give optimizer='muon', or name another phase")
     check_copies(scaling.mesh, run.copies)
     check_loss_spikes(run, task.optim)
     kernels = [kernel.name for kernel in covering("causal") if scaling.device in kernel.devices]

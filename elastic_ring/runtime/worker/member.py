@@ -181,11 +181,12 @@ class StepLoop:
                 if parts.speaks:
                     parts.records.send(through=step - 1)
                 boundary = self._generation.boundary_requested
-                outcome, local = state.run(step, boundary=boundary, flags=partial(self._flags, step + 1))
+                record, flags = partial(self._record, begun), partial(self._flags, step + 1)
+                outcome, local = state.run(step, boundary=boundary, flags=flags, cut_off=record)
                 parts.stamps.waited_for_data(local.data_wait_s)
                 self._prepare_host_memory()
                 self._copies.after_step(state.shard, outcome)
-                self._record(outcome, local, time.monotonic() - begun, parts.progress.pauses.within_s(begun))
+                record(outcome, local)
                 self._save(outcome)
                 parts.notices.after_step(step, is_deterministic)
                 if outcome.boundary and state.applied < steps:
@@ -238,8 +239,9 @@ class StepLoop:
             return copies
         return copies | self._saver.flags(applied, self._task.step.steps, self._generation.global_rank)
 
-    def _record(self, outcome: Outcome, local: Local, took_s: float, frozen_s: float) -> None:
+    def _record(self, begun: float, outcome: Outcome, local: Local) -> None:
         generation = self._generation
+        took_s, frozen_s = time.monotonic() - begun, self._parts.progress.pauses.within_s(begun)
         lr = learning_rate(outcome.vote.step, self._task.optim, self._task.lr_schedule)
         step_s = max(1e-9, took_s - frozen_s)
         metrics = replace(

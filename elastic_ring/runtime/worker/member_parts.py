@@ -126,6 +126,8 @@ class StepRecords:
         self._lock = threading.Lock()  # `_published`: read and moved on by the training thread, set by the other
 
     def add(self, record: StepRecord) -> None:
+        while self._records and self._records[-1].metrics.step >= record.metrics.step:
+            self._records.pop()  # of an attempt that was cut off
         self._records.append(record)
         del self._records[:-KEPT_RECORDS]
 

@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
+from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.sampling.order import Order
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.transformer import Transformer
+from elastic_ring.runtime.driver.task_checks import check_settings
 from elastic_ring.runtime.groups.groups import Rendezvous
 from elastic_ring.state.checkpoints.manifest import rows_of
 from elastic_ring.state.shard import Shard
@@ -33,10 +35,12 @@ from elastic_ring.train.muon import (
     Muon,
     Party,
     UpdateRun,
+    matrix_parts,
     newton_schulz,
 )
 from elastic_ring.train.optim import BALANCE_SCALE, SIGN_EPS, learning_rate, make_optimizer
 from elastic_ring.train.task import TrainingTask, parts_of
+from elastic_ring.train.wrap import check_own_optimizer, largest_list
 from tests.unit.groups.processes import Membership, connect, membership
 from tests.unit.train.test_transaction import train_as_plain
 from tests.unit.train.tiny_task import (
@@ -52,6 +56,7 @@ from tests.unit.train.tiny_task import (
     facts,
     facts_of_steps,
     make_task,
+    momentum,
     plain_training,
     plan_break,
     rebuild,
@@ -277,3 +282,51 @@ def test_a_rank_that_has_its_rows_applies_them_when_the_others_have_gone_on(
     four.all(run_steps, 1)
     four.call(3, miss_the_end)
     assert digests_after(four, 3) == [fact["digest"] for fact in calm]
+
+
+# ------------------------------------------------------------ whose matrices
+
+
+def test_routers_tables_head_norms_and_biases_are_no_matrices_and_experts_halves_are() -> None:
+    model = Transformer(EXPERTS)
+    parts = matrix_parts(model, model.blocks)
+    assert parts["blocks.1.ffn.experts.gate_up"] == (8, 8)
+    assert parts["blocks.1.ffn.experts.down"] == (16,)
+    others = {re.sub(r"^blocks.\d.", "", name) for name, _ in model.named_parameters() if name not in parts}
+    tables = {"embedding.weight", "head.weight", "final_norm.weight"}
+    assert others == {*tables, "attention_norm.weight", "ffn_norm.weight", "ffn.router.weight", "ffn.balance_bias"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected"),
+    [
+        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 8}, {"mlp.gate.weight": None}),
+        ("mixtral", {"num_local_experts": 4}, {"mlp.gate.weight": None, "mlp.experts.gate_up_proj": (48, 48)}),
+        ("gpt_oss", {"num_local_experts": 4}, {"mlp.router.weight": None, "mlp.experts.gate_up_proj": (32,)}),
+        ("llama", {}, {"mlp.gate_proj.weight": (48,), "input_layernorm.weight": None}),
+    ],
+)
+def test_routers_of_folders_are_no_matrices(kind: str, settings: dict[str, int], expected: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.CONFIG_MAPPING[kind](**sizes, num_key_value_heads=2, head_dim=8, vocab_size=64, **settings)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    parts = matrix_parts(model, largest_list(model))
+    assert {name: parts.get(f"model.layers.1.{name}") for name in expected} == expected
+    assert not any(table in name for name in parts for table in ("embed", "lm_head"))
+
+
+def test_muon_without_matrices_and_beside_what_it_cannot_do_is_refused() -> None:
+    task, scaling, run = make_task(optim=MUON), ScalingConfig(), RunConfig("refused", run_dir="/tmp/refused")
+    for changed, reason in (
+        (replace(task, model=partial(nn.Linear, 3, 4)), "no layer has an nn.Linear"),
+        (replace(task, optimizer=momentum), "gives one of your own"),
+    ):
+        with pytest.raises(ValueError, match=f"optimizer='muon': .*{reason}"):
+            check_own_optimizer(changed)
+    with pytest.raises(ValueError, match=r"cpu_offload=.all.: .* gives muon"):
+        check_settings(task, replace(scaling, cpu_offload="all"), run)
+    with pytest.raises(ValueError, match="phase=update is Muon's"):
+        check_settings(make_task(), scaling, replace(run, faults="kill@step=1,phase=update"))
