@@ -37,7 +37,7 @@ class Parts:
             held=SimpleNamespace(applying=False),
             use=lambda device: None,
             enter=lambda groups, cast, keep, nodes: self.take("enter" if keep else "enter empty", 10),
-            roll_forward=lambda vote: self.take("roll forward", 20),
+            roll_forward=lambda vote, holds: self.take("roll forward", 20) if holds else None,
             initialise=lambda: self.take("initialise", 5),
         )
         spec = SimpleNamespace(
