@@ -171,3 +171,14 @@ def unknown_setting(owner: str, name: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(name.rpartition(".")[2], names, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
     return f"{owner} has no setting {name}: {hint}"
+
+
+def option_text(options: Mapping[str, object]) -> str:
+    """Options, such as a table of a settings file, in the form `r=16,target=q_proj+v_proj,use_dora=true`."""
+
+    def text(value: object) -> str:
+        if isinstance(value, list | tuple | set):
+            return "+".join(map(str, sorted(value) if isinstance(value, set) else value))
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    return ",".join(f"{name}={text(value)}" for name, value in options.items())

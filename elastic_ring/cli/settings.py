@@ -26,7 +26,7 @@ from elastic_ring.cli.schedule import RATES, DefaultRates, default_rates, schedu
 from elastic_ring.config import OptimConfig, RunConfig, ScalingConfig, StepConfig
 from elastic_ring.files import MAX_TOML_BYTES, plain_toml, read_small, shown_plain
 from elastic_ring.model.config import ModelConfig, preset
-from elastic_ring.validation import Flag, docstrings, from_plain, unknown_setting
+from elastic_ring.validation import Flag, docstrings, from_plain, option_text, unknown_setting
 
 T = TypeVar("T")
 SECTIONS: dict[str, type[Any]] = {
@@ -396,6 +396,8 @@ def read_toml(path: Path) -> SettingsFile:
             raise ValueError(f"--config {path}: {unknown_setting('the file', key, top)}")
         if key in SECTIONS:
             _check_keys(SECTIONS[key], value, f"{key}.", path)
+        elif key == "lora" and isinstance(value, Mapping):  # a table of peft's options
+            plain[key] = option_text(value)
         elif not isinstance(value, str):
             raise ValueError(f"--config {path}: {key}={value!r}: must be text")
     tables = {key: plain.pop(key) for key in SECTIONS if key in plain}

@@ -240,6 +240,8 @@ def run_experts(layer: Any, order: Order, rows: Tensor, products: Products) -> T
     exchange: ExpertExchange | None = layer.exchange
     if layer.meter is not None:
         layer.meter.add(layer, order.load)
+    adapters: Mapping[str, Callable[[Tensor, int], Tensor]] = getattr(layer, "adapters", {})
+    first = 0 if exchange is None else exchange.cp_rank * -(-order.load.numel() // exchange.cp)
     weights: dict[str, Tensor] = {}  # of this rank's experts, or of all, in the type of the computation
     for name, param in layer.named_parameters(recurse=False):
         if hasattr(param, "to_local"):  # after `spread`
@@ -247,6 +249,8 @@ def run_experts(layer: Any, order: Order, rows: Tensor, products: Products) -> T
 
             param = param.to_local(grad_placements=[Shard(0)])
         weights[name] = param.to(rows.dtype)
+        if name in adapters:
+            weights[name] = adapters[name](weights[name], first)
     if exchange is None:
         return products(weights, rows, order.ends)
     routes = exchange.routes(order.load)
@@ -309,7 +313,8 @@ def ring_sum(values: Tensor, group: Group | None) -> Tensor:
 
 def expert_layers(model: nn.Module) -> Iterator[Any]:
     """The modules whose own parameters have an expert in each row. They have `experts_per_token`, the `width` of a
-    sent row, `exchange`, None while their weights are gathered, and `meter`, None where loads are not counted."""
+    sent row, `exchange`, None while their weights are gathered, and `meter`, None where loads are not counted. In
+    `adapters` may be functions that add adapters to weights, (those of experts from the index on, the index)."""
     return (
         module for module in model.modules() if hasattr(module, "experts_per_token") and hasattr(module, "exchange")
     )

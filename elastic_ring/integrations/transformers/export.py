@@ -239,7 +239,7 @@ def _joined_slices(
     from transformers.core_model_loading import dot_natural_key
 
     slices, shapes = dict[str, list[str]](), dict[str, tuple[int, ...]]()
-    for own in sorted(weights.places, key=dot_natural_key):
+    for own in sorted(weights.shapes, key=dot_natural_key):
         slices.setdefault(exported_name(own), []).append(own)
     for name, parts in slices.items():
         shape = list(weights.shapes[parts[0]])

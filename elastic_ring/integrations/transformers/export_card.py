@@ -21,8 +21,6 @@ from elastic_ring.monitor.metrics_log import STANDING, StepTable
 log = logging.getLogger(__name__)
 
 RATES = ("peak_lr", "min_lr", "schedule", "warmup_steps", "weight_decay", "betas", "eps", "clip_norm")
-FIRST_VALUES = {"RunWeights": "weights of another run", "FirstValues": "values drawn from the seed"}
-_PLAIN = re.compile(r"[\w.]+")
 
 Rows = Sequence[tuple[str, str]]
 
@@ -43,19 +41,16 @@ def training_rows(folder: Path, recorded: Any, num_steps: int | None, *, has_los
     last = int((readable_json(folder / SUMMARY_NAME) or step)["steps"]) if num_steps is None else num_steps
     batch, context = int(step["global_batch"]), int(step["context_tokens"])
     rows = [("data", _data(recorded["data"]))] if recorded.get("data") else []
-    first = str(identity.get("initial", "")).partition("(")[0]
-    rows += [("began with", FIRST_VALUES[first])] if first in FIRST_VALUES else []
     rows += [
         ("steps", f"{last:,} of {int(step['steps']):,}, each of {batch:,} sequences of {context:,} tokens"),
         ("tokens", f"{last * batch * context:,}"),
         *(_losses(folder / METRICS_NAME, last) if has_losses else ()),
         ("computed in", str(step["param_dtype"])),
     ]
-    own = {name: str(identity.get(name, "None")) for name in ("optimizer", "lr_schedule")}
-    named = [value if _PLAIN.fullmatch(value) else f"{name} of the run's own" for name, value in own.items()]
-    rates = [f"{name}={optim[name]}" for name in RATES if name in optim]
-    rows.append(("optimizer", ", ".join(["AdamW" if named[0] == "None" else named[0], *rates])))
-    rows += [("learning rate", named[1])] if named[1] != "None" else []
+    own = str(identity.get("optimizer", "None"))
+    name = "AdamW" if own == "None" else own if re.fullmatch(r"[\w.]+", own) else "one of the run's own"
+    rates = RATES if "lr_schedule" not in identity else RATES[4:]  # that of the run's own is not in `optim`
+    rows.append(("optimizer", ", ".join([name, *(f"{rate}={optim[rate]}" for rate in rates if rate in optim)])))
     return [(name, printable(cut(value, 400)).replace("|", "\\|")) for name, value in rows]
 
 

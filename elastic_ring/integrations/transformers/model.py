@@ -145,7 +145,8 @@ class RingModel:
         if self.lora is not None:
             assert self.weights is not None
             record |= {"lora": vars(self.lora), "weights": self.weights.digest}
-            initial, frozen = AdapterValues(self.config_json, self.lora, step.seed), BaseWeights(self.weights)
+            base = BaseWeights(self.weights)
+            initial, frozen = AdapterValues(self.config_json, self.lora, step.seed, base), base
             # A frozen parameter's gradient is not computed: 4 instead of 6 for each and token.
             flops -= self.flops(step.context_tokens, density=0.0) / 3
         sizes = None  # for types that the forecast does not know
@@ -254,7 +255,7 @@ def ring_model(
     checkpoint_activations: bool = True,
     loss_chunk_tokens: int = 1024,
     windows: Windows = "exact",
-    lora: Lora | str | None = None,
+    lora: Lora | str | Mapping[str, object] | Any | None = None,
 ) -> RingModel:
     """A Hugging Face decoder for `ElasticRingTrainer`.
 
@@ -268,8 +269,8 @@ def ring_model(
         loss_chunk_tokens: tokens whose logits exist at a time.
         windows: "exact" keeps the config's sliding windows; "blocks" rounds them up to blocks of 128 tokens, which
             GPUs run faster; "dense" ignores them.
-        lora: `r=16,alpha=32,target=q_proj+v_proj` trains adapters of peft on these layers; the folder's weights stay
-            frozen.
+        lora: `r=16,alpha=32,target=q_proj+v_proj`, the same options as a mapping, or peft's `LoraConfig`: trains
+            adapters of peft on these layers; the folder's weights stay frozen.
 
     Raises: ValueError for what cannot train on a ring (softcap, attention's dropout, masks of its own, layers without
     attention of transformers' interface), for weights that do not fit the model, and for a tokenizer with more tokens
@@ -279,7 +280,6 @@ def ring_model(
         raise ValueError(f"windows={windows!r}: must be one of exact, blocks, dense")
     if loss_chunk_tokens < 1:
         raise ValueError(f"loss_chunk_tokens={loss_chunk_tokens}: must be at least 1")
-    adapters = Lora.parse(lora) if isinstance(lora, str) else lora
     folder = Path(source).expanduser().absolute() if isinstance(source, str | Path) else None
     config: Any = source
     if folder is not None:
@@ -303,9 +303,8 @@ def ring_model(
     if folder is not None:
         check_tokenizer(folder, ring.vocab_size)
     ring, model = traced_model(ring)
-    if adapters is not None:
-        has_base, has_experts = folder is not None and weights, ring.experts != NO_EXPERTS
-        check_lora(adapters, model, has_base=has_base, has_experts=has_experts)
+    if (adapters := None if lora is None else Lora.of(lora, ring.config.model_type)) is not None:
+        check_lora(adapters, model, has_base=folder is not None and weights)
     return ring if folder is None or not weights else _with_weights(ring, folder, model, adapters, part)
 
 
@@ -358,7 +357,7 @@ def _with_weights(ring: RingModel, folder: Path, model: Any, adapters: Lora | No
         weights=fitted,
         buffers=tuple(buffers.items()),
         lora=adapters,
-        num_adapter_parameters=model.num_parameters() - ring.num_parameters,
+        num_adapter_parameters=0 if adapters is None else model.num_parameters(only_trainable=True),
         latent=latent_of(model),
     )
 

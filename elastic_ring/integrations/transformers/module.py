@@ -146,7 +146,7 @@ def build(config: Any) -> Any:
     )
     for _, experts in layers.expert_modules(model):  # the attributes that `experts.exchange` reads of a layer
         experts.experts_per_token, experts.width = layers.top_k_of(config), int(config.hidden_size)
-        experts.exchange, experts.meter = None, None
+        experts.exchange, experts.meter, experts.adapters = None, None, {}
     for module in model.modules():
         if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
             # Latent attention (DeepSeek-V2, arXiv:2405.04434) calls the attention before keys are projected up.

@@ -136,7 +136,7 @@ class FolderWeights:
                 pieces[name] = stored_as.pieces[split]
                 used |= {key for row in pieces[name] for key in row}
             elif stored:
-                aliases |= {name: stored[0]} if stored[0] != name else {}
+                aliases |= {each: stored[0] for each in tied if each != stored[0]}
                 used |= set(stored)
             elif name in parameters:
                 missing.append(name)

@@ -109,10 +109,6 @@ class CheckpointWeights:
         tensors, prefix = self.reader.manifest.tensors.items(), f"{PARAMS}/"
         return {name.removeprefix(prefix): tensor.shape for name, tensor in tensors if name.startswith(prefix)}
 
-    @property
-    def places(self) -> Mapping[str, tuple[int, ...]]:
-        return self.shapes
-
     def tensor(self, name: str) -> Tensor:
         return self.reader.tensor(f"{PARAMS}/{name}", 0, 1)
 

@@ -166,10 +166,16 @@ def test_the_example_tunes_a_saved_model_and_exports_it(folder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's own
-def test_adapters_train_through_two_kills_and_come_back_as_peft_loads_them(local_ray, dense, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [
+        ("dense", "r=4,target=q_proj+v_proj+down_proj,use_rslora=true,use_dora=true,modules_to_save=norm"),
+        ("folder", "r=4,alpha=8,target=o_proj,target_parameters=experts.gate_up_proj+experts.down_proj"),
+    ],
+)
+def test_adapters_train_through_two_kills_and_come_back_as_peft_loads_them(local_ray, kind, lora, request, tmp_path):
     """Newcomers, and a run that goes on from a checkpoint, read the base from its folder."""
-    peft = pytest.importorskip("peft")
-    lora = "r=4,alpha=8,target=q_proj+v_proj+down_proj"
+    peft, dense = pytest.importorskip("peft"), request.getfixturevalue(kind)
     calm = fit(dense, tmp_path, "lora-calm", lora=lora, spares=0, every_steps=2)
     kills = "kill@step=1,phase=backward,rank=3; kill@step=2,phase=apply,rank=0"
     struck = fit(dense, tmp_path, "lora-struck", kills, lora=lora, spares=2)
@@ -204,3 +210,5 @@ def test_adapters_train_through_two_kills_and_come_back_as_peft_loads_them(local
             loaded = opened(out) if flags else peft.PeftModel.from_pretrained(opened(dense), out)
             torch.testing.assert_close(loaded.eval()(tokens).logits, expected, rtol=0, atol=1e-5)
         assert (opened(dense)(tokens).logits - expected).abs().max() > 0.02, "it has learned something"
+    assert command(["export", str(calm.path), "--step", "2", "--out", str(tmp_path / "middle")]) == 0
+    assert "| steps | 2 of 4, each of 4 sequences" in (tmp_path / "middle" / "README.md").read_text()

@@ -28,11 +28,15 @@ from elastic_ring.train.passes import compute
 from elastic_ring.train.task import TrainingTask, parts_of
 from elastic_ring.train.wrap import num_frozen, num_parameters
 from tests.unit.groups.processes import Membership, membership
+from tests.unit.integrations import test_export
 from tests.unit.train.tiny_task import CONTEXT, RandomText, begin, own_slices, rebuild, run_steps
 
 peft = pytest.importorskip("peft")
 T = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's own
+pytestmark = [  # peft's own
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True.:UserWarning"),
+]
 
 ALONE, RING = Mesh(1, 1), Mesh(1, 2)
 LORA = "r=3,alpha=6,target=q_proj+down_proj"
@@ -41,23 +45,44 @@ OPTIM = OptimConfig(peak_lr=1e-2, warmup_steps=2, total_steps=8, eps=1e-4, clip_
 NUM_STEPS = 3
 
 
+SIZES: dict[str, Any] = {"vocab_size": 17, "hidden_size": 16, "intermediate_size": 23, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": None}
+OF_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [0]}
+MODELS: dict[str, Any] = {
+    "llama": lambda: T.LlamaConfig(**SIZES),
+    "tied": lambda: T.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen3-moe": lambda: T.Qwen3MoeConfig(**SIZES, **OF_EXPERTS, head_dim=8),
+}
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {"target_modules": ["q_proj", "down_proj"]}),
+    "dora": (
+        "llama",
+        {
+            "target_modules": ["q_proj", "down_proj"],
+            "use_dora": True,
+            "use_rslora": True,
+            "modules_to_save": ["embed_tokens", "lm_head", "input_layernorm"],
+        },
+    ),
+    "tied": ("tied", {"target_modules": ["self_attn.v_proj"], "modules_to_save": ["lm_head"]}),
+    "frozen experts": ("qwen3-moe", {"target_modules": ["q_proj", "v_proj"], "use_dora": True}),
+    "experts": (
+        "qwen3-moe",
+        {"target_modules": ["o_proj"], "target_parameters": ["gate_up_proj", "experts.down_proj"]},
+    ),
+}
+
+
+def saved(parent: Path, name: str) -> Path:
+    """A small model with random values."""
+    torch.manual_seed(0)
+    T.AutoModelForCausalLM.from_config(MODELS[name]()).save_pretrained(parent / name)
+    return parent / name
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama with random values."""
-    torch.manual_seed(0)
-    config = T.LlamaConfig(
-        vocab_size=17,
-        hidden_size=16,
-        intermediate_size=23,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    made = tmp_path_factory.mktemp("model") / "llama"
-    T.LlamaForCausalLM(config).save_pretrained(made)
-    return made
+    return saved(tmp_path_factory.mktemp("model"), "llama")
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +104,20 @@ class OneDocument(RandomText):
         return replace(super().read(sample_id), document_starts=(0,), ends_document=False)
 
 
-def plain_loop(folder: Path, task: TrainingTask) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
+def plain_loop(
+    folder: Path, task: TrainingTask, config: Any
+) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
     """(losses, gradients of each step, trained adapters) of peft and transformers alone, by our names."""
-    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(T.LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager"), config)
+    model = peft.get_peft_model(T.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"), config)
     named = {
         name.removeprefix("base_model.model."): param for name, param in model.named_parameters() if param.requires_grad
     }
     assert task.initial is not None
     with torch.no_grad():
         for name, param in named.items():
-            param.copy_(task.initial.tensor(name, param.shape))
+            value = task.initial.tensor(name, param.shape)
+            assert ".lora_A." in name or torch.equal(value, param), "peft begins with the same"
+            param.copy_(value)
     optimizer = make_optimizer(list(named.items()), OPTIM, {name: param.dim() for name, param in named.items()})
     source, losses, gradients = task.data.open(), [], []
     order = Order(STEP.seed, STEP.global_batch, source.num_sequences)
@@ -119,10 +147,15 @@ def gradients_of_next(me: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in found.items()}
 
 
-def test_losses_and_gradients_are_those_of_a_plain_loop_of_peft_and_transformers(two: Membership, folder: Path) -> None:
-    task = task_of(ring_model(folder, lora=LORA))
-    losses, gradients, weights = plain_loop(folder, task)
-    for mesh, cpu_offload in ((ALONE, "none"), (RING, "none"), (RING, "all")):
+@pytest.mark.parametrize("case", OPTIONS)
+def test_losses_and_gradients_are_those_of_a_plain_loop_of_peft_and_transformers(
+    two: Membership, tmp_path: Path, case: str
+) -> None:
+    kind, options = OPTIONS[case]
+    config, folder = peft.LoraConfig(r=3, lora_alpha=6, task_type="CAUSAL_LM", **options), saved(tmp_path, kind)
+    task = task_of(ring_model(folder, lora=LORA if case == "plain" else config))
+    losses, gradients, weights = plain_loop(folder, task, config)
+    for mesh, cpu_offload in ((ALONE, "none"), (RING, "none"), (RING, "all"))[: 3 if case == "plain" else 2]:
         ranks = range(mesh.size)
         two.all(begin, two.meeting(), mesh, task, cpu_offload, ranks=ranks)
         got = []
@@ -174,10 +207,15 @@ REFUSED = {
     "r=4,target=nothing": "target='nothing': no linear layer .* give all-linear, or some of down_proj",
     "r=4,target=lm_head": "target='lm_head': is a table of the vocabulary",
     "r=4,target=all-linear+q_proj": "must be all-linear, or names",
-    "r=4,dropout=0.1": "'dropout=0.1' is none of r, alpha and target",
+    "r=4,dropout=0.1": "'dropout=0.1' is none of r, alpha, ",
+    "r=4,use_dora=yes": "use_dora=yes: is no bool",
+    "r=4,use_dora=true,target_parameters=down_proj": "peft has no DoRA of experts",
+    "r=4,target_parameters=q_proj.weight": "must be the end of names of experts' parameters, .* none;",
+    "r=4,modules_to_save=mlp": "must be the end of names of modules with weights of their own",
+    "r=4,modules_to_save=q_proj": r"and without adapters, .*self_attn\.q_proj",
     "r=4,r=8": "'r=8' is none of",
     "alpha=4": "has no r",
-    "r=x": "r must be a whole number",
+    "r=x": "r=x: is no int",
     "r=0": "r=0: must be between 1",
     "r=4,alpha=nan": "alpha=nan: must be a finite number above 0",
 }
@@ -189,6 +227,22 @@ def test_adapters_that_mean_nothing_are_refused(folder: Path, lora: str) -> None
         ring_model(folder, lora=lora)
 
 
+ODD = {"lora_dropout": 0.1, "bias": "all", "init_lora_weights": "pissa", "rank_pattern": {"q_proj": 4}}
+ODD |= {"task_type": "SEQ_CLS", "target_modules": ".*q_proj"}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_config_of_peft_is_read_and_its_other_options_are_refused_by_name(folder: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"lora.*({name}|CAUSAL_LM)"):
+        ring_model(folder, lora=peft.LoraConfig(**{name: ODD[name]}))
+    usual = ring_model(folder, lora=peft.LoraConfig(r=4, use_rslora=True)).lora
+    assert str(usual) == "r=4,alpha=8,target=q_proj+v_proj,use_rslora=true"
+    assert (
+        ring_model(folder, lora={"r": 4, "lora_alpha": 8.0, "target": ["q_proj", "v_proj"], "use_rslora": True}).lora
+        == usual
+    )
+
+
 def test_adapters_need_a_base_in_full_precision(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the base is frozen, so it must have weights"):
         ring_model(folder, lora=LORA, weights=False)
@@ -196,11 +250,10 @@ def test_adapters_need_a_base_in_full_precision(folder: Path, tmp_path: Path) ->
     (tmp_path / "none" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="has no weights to freeze"):
         ring_model(tmp_path / "none", lora=LORA)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    experts = T.MixtralConfig(vocab_size=17, intermediate_size=23, num_local_experts=2, sliding_window=None, **sizes)
-    T.MixtralForCausalLM(experts).save_pretrained(tmp_path / "experts")
-    with pytest.raises(ValueError, match="adapters do not reach the experts of a MixtralForCausalLM"):
-        ring_model(tmp_path / "experts", lora=LORA)
+    moe = saved(tmp_path, "qwen3-moe")
+    for lora in ("r=4", "r=4,target=q_proj+down_proj"):
+        with pytest.raises(ValueError, match=r"peft takes it for .*, among which are its routers or experts"):
+            ring_model(moe, lora=lora)
     config = json.loads((folder / "config.json").read_text())
     quantised = {**config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     (tmp_path / "none" / "config.json").write_text(json.dumps(quantised))
@@ -256,7 +309,7 @@ def whole_trainer(folder: Path, run: Path) -> ElasticRingTrainer:
     ("flags", "told"),
     [
         (["--lora", "r=4"], "lora='r=4': adapts the weights of a model folder, and a preset has none"),
-        (["--model-folder", "FOLDER", "--lora", "r=4,bias=all"], "'bias=all' is none of r, alpha and target"),
+        (["--model-folder", "FOLDER", "--lora", "r=4,bias=all"], "'bias=all' is none of r, alpha, "),
         (["--model-folder", "FOLDER", "--lora", "r=4", "--plan"], "what adapters need is not planned"),
     ],
 )
@@ -271,11 +324,14 @@ def test_the_settings_file_has_the_adapters(folder: Path, tmp_path: Path) -> Non
     asked = parse(["--model-folder", str(folder), "--lora", "r=4"])
     (tmp_path / "again.toml").write_text(asked.toml())
     assert parse(["--config", str(tmp_path / "again.toml")]).lora == "r=4"
+    table = '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\nuse_dora = true\n'
+    (tmp_path / "table.toml").write_text(f'model_folder = "{folder}"\n{table}')
+    assert parse(["--config", str(tmp_path / "table.toml")]).lora == "r=4,target_modules=q_proj+v_proj,use_dora=true"
 
 
-def finished(base: Path, run: Path, pattern: str | None) -> Path:
+def finished(base: Path, run: Path, pattern: str | None, lora: Any = "r=3") -> Path:
     """A run's folder at its end, with random adapters; the records are the trainer's own."""
-    model = ring_model(base, lora="r=3")
+    model = ring_model(base, lora=lora)
     trainer = ElasticRingTrainer(
         model,
         OneDocument(),
@@ -322,6 +378,33 @@ def test_adapters_of_layers_with_biases_are_exported_alone_and_merged(tmp_path: 
     next(base.glob("*.safetensors")).write_bytes(b"other")
     with pytest.raises(ValueError, match="cannot be read as safetensors"):
         export(run, tmp_path / "out", merge=True)
+
+
+@pytest.mark.parametrize("case", [case for case in OPTIONS if case != "plain"])
+def test_peft_loads_each_kind_of_adapters_with_equal_logits_and_so_does_transformers_merged_ones(
+    tmp_path: Path, case: str
+) -> None:
+    kind, options = OPTIONS[case]
+    base, lora = saved(tmp_path, kind), peft.LoraConfig(r=3, lora_alpha=6, **options)
+    run, opened = finished(base, tmp_path / "run", None, lora), T.AutoModelForCausalLM.from_pretrained
+    model, values = ring_model(base, lora=lora), load_file(run / "weights.safetensors")
+    frozen, module = model.ring_parts(STEP).frozen, model()
+    assert frozen is not None
+    tokens = torch.randint(0, 17, (1, test_export.CONTEXT))
+    with torch.no_grad():
+        for name, param in module.named_parameters():
+            param.copy_(values[name] if name in values else frozen.tensor(name, param.shape))
+        expected = test_export.logits_of(module, tokens)
+        export(run, tmp_path / "adapters")
+        loaded = peft.PeftModel.from_pretrained(opened(base), tmp_path / "adapters")
+        torch.testing.assert_close(loaded(tokens).logits, expected, rtol=0, atol=1e-4)
+        assert (opened(base)(tokens).logits - expected).abs().max() > 0.02
+        if case == "tied":
+            with pytest.raises(ValueError, match=r"of tied tables the run trained one \(lm_head\)"):
+                export(run, tmp_path / "merged", merge=True)
+        else:
+            export(run, tmp_path / "merged", merge=True)
+            torch.testing.assert_close(opened(tmp_path / "merged")(tokens).logits, expected, rtol=0, atol=1e-4)
 
 
 def test_windows_that_the_base_has_not_are_exported_merged_only(folder: Path, tmp_path: Path) -> None:
