@@ -87,12 +87,12 @@ class Lora:
         values = dict[str, Any]()
         for key, value in pairs:
             name = ALIASES.get(key, key)
-            if name not in (known := cls.__dataclass_fields__) or name in values:
+            if name not in (fields_by_name := cls.__dataclass_fields__) or name in values:
                 raise ValueError(
-                    f"lora: '{key}={value}' is none of {', '.join(known)}, each at most once; give {FORM}. Other "
+                    f"lora: '{key}={value}' is none of {', '.join(fields_by_name)}, each at most once; give {FORM}. Other "
                     "options of peft, dropout among them, are not for rings"
                 )
-            values[name] = _value(name, value, str(known[name].type))
+            values[name] = _value(name, value, str(fields_by_name[name].type))
         if "r" not in values:
             raise ValueError(f"lora={options!r}: has no r, the adapters' rank; give {FORM}")
         usual_target = () if "target_parameters" in values else (ALL,)
@@ -147,9 +147,9 @@ def _options_of_peft(config: Any, model_type: str) -> dict[str, object]:
             f"lora: LoraConfig(target_modules={config.target_modules!r}) names no layers of a {model_type}: give their "
             f"names in a list, or {ALL!r}"
         )
-    said = {name: value for name, value in own.items() if name not in ABOUT and value != usual.get(name)}
+    changed = {name: value for name, value in own.items() if name not in ABOUT and value != usual.get(name)}
     layers = target if isinstance(target, str) else sorted(target)
-    return {**said, "r": config.r, "lora_alpha": config.lora_alpha, "target_modules": layers}
+    return {**changed, "r": config.r, "lora_alpha": config.lora_alpha, "target_modules": layers}
 
 
 def check_peft() -> None:
