@@ -48,7 +48,7 @@ def training_rows(folder: Path, recorded: Any, num_steps: int | None, *, has_los
         ("computed in", str(step["param_dtype"])),
     ]
     own = str(identity.get("optimizer", "None"))
-    name = "AdamW" if own == "None" else own if re.fullmatch(r"[\w.]+", own) else "one of the run's own"
+    name = str(optim.get("optimizer", "adamw")) if own == "None" else "one of the run's own"
     rates = RATES if "lr_schedule" not in identity else RATES[4:]  # that of the run's own is not in `optim`
     rows.append(("optimizer", ", ".join([name, *(f"{rate}={optim[rate]}" for rate in rates if rate in optim)])))
     return [(name, printable(cut(value, 400)).replace("|", "\\|")) for name, value in rows]

@@ -87,12 +87,12 @@ class Lora:
         values = dict[str, Any]()
         for key, value in pairs:
             name = ALIASES.get(key, key)
-            if name not in (fields_by_name := cls.__dataclass_fields__) or name in values:
+            if name not in (own := cls.__dataclass_fields__) or name in values:
                 raise ValueError(
-                    f"lora: '{key}={value}' is none of {', '.join(fields_by_name)}, each at most once; give {FORM}. Other "
-                    "options of peft, dropout among them, are not for rings"
+                    f"lora: '{key}={value}' is none of {', '.join(own)}, each at most once; give {FORM}. Other options "
+                    "of peft, dropout among them, are not for rings"
                 )
-            values[name] = _value(name, value, str(fields_by_name[name].type))
+            values[name] = _value(name, value, str(own[name].type))
         if "r" not in values:
             raise ValueError(f"lora={options!r}: has no r, the adapters' rank; give {FORM}")
         usual_target = () if "target_parameters" in values else (ALL,)

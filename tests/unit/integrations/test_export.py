@@ -184,7 +184,7 @@ def test_any_checkpoint_and_the_best_become_a_model_with_a_card(
         assert str(tmp_path) not in card.content
     card_text = (tmp_path / "--best" / "README.md").read_text()
     assert "| validation | val_loss 5.6250, val_perplexity not finite after step 4 |" in card_text
-    assert "| optimizer | AdamW, peak_lr=" in card_text
+    assert "| optimizer | adamw, peak_lr=" in card_text
     for flags, text in ((["--step=5"], "no checkpoint of step 5; there are 4, 6, 8"), (["--step=4", "--best"], "one")):
         assert command(["export", str(run), *flags, "--out", str(tmp_path / "none")]) == 2
         assert text in capsys.readouterr().err
