@@ -238,6 +238,9 @@ def _model(settings: TrainSettings) -> BuiltModel:
             lora=settings.lora,
         )
         logging.info("%s: %s", settings.model_folder, factory.description())
+        if 0 < (most := factory.most_positions) < settings.step.context_tokens:
+            line = "%s: context_tokens=%d is more than its max_position_embeddings, %d, which it has not seen"
+            logging.warning(line, settings.model_folder, settings.step.context_tokens, most)
         return factory, factory.sizes(), None
     from elastic_ring.model.init import Initialiser
     from elastic_ring.model.transformer import Transformer

@@ -141,8 +141,8 @@ class Search:
     trials: list[TrialResult] = field(default_factory=list)
 
     def run(self) -> tuple[str, str]:
-        """(the table of the front, the recommended pattern). Raises ValueError where dense cannot be trained, or
-        nothing else."""
+        """(the table of the front with a line on the recommended pattern, that pattern). Raises ValueError where dense
+        cannot be trained, or nothing else."""
         scaling, step = self.trainer.scaling_config, self.trainer.task.step
         calculator, costs = PatternCosts(self.trainer.task, scaling.cp, scaling.device), dict[str, PatternCost]()
         for text in self.points:
@@ -170,7 +170,8 @@ class Search:
         mesh = scaling.mesh if self.on_mesh else MESH
         trained = training_terms(step, mesh, scaling.device, self.trainer.measured_on)
         table = report(self.trials, self.out, title_of(step, scaling.cp), trained)
-        return table, recommend(results, spread(self.trials)[0]).pattern
+        recommended, reason = recommend(results, spread(self.trials)[0])
+        return f"{table}\n{reason}", recommended.pattern
 
     def _phase(self, name: str, num_trials: int, searcher: Any = None, repeated: Sequence[str] = ()) -> None:
         """Run or restore one Tuner, and keep the last report of each trial: patterns of the `searcher`, or the patterns

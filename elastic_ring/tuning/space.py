@@ -89,7 +89,7 @@ def patterns(space: Axes, step: StepConfig, num_layers: int, *, whole_blocks: bo
     texts = dict[str, None]()
     for rule in rules:
         is_whole = ";" in rule or "@" in rule
-        for template in ("{rule}",) if is_whole else axes.get("layers", LAYERS):
+        for template in ("{rule}",) if is_whole else axes.get("layers", ("{rule}",) if axes else LAYERS):
             text = _fill(str(template), {"rule": rule, "last": num_layers - 1, "half": num_layers // 2})
             parse_pattern(text)
             texts[text] = None

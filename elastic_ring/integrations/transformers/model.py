@@ -192,6 +192,11 @@ class RingModel:
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
 
+    @property
+    def most_positions(self) -> int:
+        """The longest sequence that the config says it was trained with; 0 where it does not."""
+        return int(getattr(self.config, "max_position_embeddings", None) or 0)
+
     def sizes(self) -> ModelConfig:
         """The sizes as those of our own decoder, for plans and patterns: norms' and biases' parameters may differ."""
         config = self.config

@@ -6,6 +6,7 @@ import errno
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -336,6 +337,41 @@ def test_a_module_that_workers_would_not_find_is_refused_by_name_before_ray_star
             check_task(task, 1, "cpu")
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "script.py")])
     check_task(task, 1, "cpu")
+
+
+OF_A_NOTEBOOK = """
+import pickle, subprocess, sys
+from dataclasses import replace
+import cloudpickle
+from elastic_ring import Callback
+from elastic_ring.cli import train
+from elastic_ring.runtime.driver.task_checks import check_task
+
+def loss(model, batch):
+    return model(batch.tokens).sum(), 1
+
+class Metric(Callback):
+    def __call__(self, model, batch):
+        return loss(model, batch)
+
+own = Metric()
+task = replace(train.build(train.parse(["--step.val-every-steps", "5"])).task, loss=loss, metrics={"own": own})
+check_task(task, 1, "cpu")
+reads = "import pickle, sys; print(*pickle.load(sys.stdin.buffer))"
+sent = cloudpickle.dumps((task.loss, own, own.__call__))
+print(subprocess.run([sys.executable, "-c", reads], input=sent, capture_output=True, check=True).stdout.decode())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["script", "-c"])
+def test_a_loss_a_metric_and_a_callback_of_main_go_to_workers_by_value(tmp_path, kind):
+    (tmp_path / "script.py").write_text(OF_A_NOTEBOOK)
+    words = [str(tmp_path / "script.py")] if kind == "script" else ["-c", OF_A_NOTEBOOK]
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=os.environ | path, capture_output=True, text=True)
+    found = re.findall(r"function loss|__main__\.Metric|method Metric\.__call__", done.stdout)
+    assert len({*found}) == 3, done.stderr
 
 
 def test_a_module_of_the_driver_alone_is_not_looked_for_whatever_its_name(tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ def test_the_users_axes_fill_the_users_patterns_and_layers_follow_them(tmp_path:
         "sinks:64+window:1024;dense@5",
         "topk:8;dense@0",
     ]
-    [text] = patterns({"family": "near", "density": 0.2, "block": 128, "layers": "{rule}"}, step, 6, whole_blocks=False)
+    [text] = patterns({"family": "near", "density": 0.2, "block": 128}, step, 6, whole_blocks=False)
     assert text.startswith("bigbird:")
 
 
@@ -218,8 +218,13 @@ def test_neighbours_within_the_spread_of_seeds_are_in_doubt_and_a_second_seed_co
     results = pattern_results(TRIALS)
     assert [best.pattern for best in front_results(results)] == [DENSE, "window:512", "window:256"]
     assert patterns_in_doubt(results, 0.1) == ["window:512"], "dense has two seeds, and window:256 is worse for sure"
-    assert recommend(results, 0.1).pattern == "window:512"
-    assert recommend(results, 0.01).pattern == "window:512", "dense alone is no advice"
+    line = "window:512 beside dense: 0.50 times its step, +0.0500 in loss"
+    assert [recommend(results, nats)[1] for nats in (0.1, 0.01)] == [line] * 2, "dense alone is no advice"
+    slower = [*TRIALS[:2], result("window:512", 2.98, 1.27, bytes=1), result("window:256", 3.3, 1.1, bytes=1)]
+    kept, line = recommend(pattern_results(slower), 0.1)
+    assert (kept.pattern, line[:30]) == (DENSE, "no pattern is faster than dens")
+    better, line = recommend(pattern_results(slower), 0.01)
+    assert (better.pattern, line[-42:]) == ("window:512", "dense: 1.25 times its step, -0.0200 in loss")
     second = pattern_results([*TRIALS, result("window:512", 3.12, 0.5, seed=1)])
     assert next(each for each in second if each.pattern == "window:512").gap == pytest.approx((0.05 + 0.02) / 2)
     assert patterns_in_doubt(second, 0.1) == []
