@@ -282,6 +282,8 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     top: dict[str, str | None] = {
         key: file.texts.get(key) if (value := getattr(flags, key)) is None else value for key in TOP
     }
+    if top["model_folder"] is not None and not is_set("step.check_model"):  # presets leave it out for their own decoder
+        step = dataclasses.replace(step, check_model=True)
     if flags.epochs is not None:
         if has_flag(argv, "step.steps"):
             raise ValueError(f"epochs={flags.epochs:g} beside steps: give one of them")

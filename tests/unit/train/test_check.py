@@ -23,7 +23,8 @@ from elastic_ring.model.init import Initialiser
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.train.startup.check import ModelRefused, check_model
-from elastic_ring.train.task import Batch
+from elastic_ring.train.task import Batch, TrainingTask
+from tests.small_models import small_config
 from tests.unit.groups.processes import Membership, membership
 from tests.unit.train.tiny_task import MODEL, STEP, RandomText, begin, facts, make_task, run_steps
 
@@ -111,7 +112,11 @@ def check(me: Any) -> None:
 
 def refusals(pair: Membership, **settings: Any) -> list[str]:
     """What each rank says of a task; "" where it passes."""
-    pair.all(begin, pair.meeting(), RING, make_task(**settings))
+    return verdicts(pair, make_task(**settings))
+
+
+def verdicts(pair: Membership, task: TrainingTask) -> list[str]:
+    pair.all(begin, pair.meeting(), RING, task)
     said = []
     for rank in (0, 1):
         pair.start(rank, check)
@@ -140,6 +145,19 @@ def refusals(pair: Membership, **settings: Any) -> list[str]:
 )
 def test_a_right_model_passes(pair: Membership, settings: dict[str, Any]) -> None:
     assert refusals(pair, **settings) == ["", ""]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_folder_is_compared_as_it_trains_with_dropout(pair: Membership, dtype: Any) -> None:
+    pytest.importorskip("transformers")
+    from elastic_ring.integrations.transformers import ring_model
+
+    ring = ring_model(small_config("Starcoder2", residual_dropout=0.2, embedding_dropout=0.1))
+    step = replace(STEP, param_dtype=dtype, sequences_per_pass=2)
+    task = replace(make_task(), model=ring, loss=language_model_loss, initial=ring.ring_parts(step).initial, step=step)
+    assert verdicts(pair, task) == ["", ""]
+    for verdict in verdicts(pair, replace(task, loss=local_positions_loss)):
+        assert "take positions from batch.positions" in verdict
 
 
 def check_in_blocks(me: Any) -> int:
