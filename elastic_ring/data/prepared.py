@@ -179,12 +179,11 @@ class PreparedTokens:
         if self.packing == "whole":
             log.info("%s", _whole_line(self.open(), manifest, self.long_documents))
         elif masked:
-            cut, way_out = "conversations are", "prepare the corpus anew to pack them whole"
+            share, way_out = "", "prepare the corpus anew to pack them whole"
             if manifest.has_index:
-                cut = f"{_cut_share(self.uri, manifest, context):.1%} of the conversations are"
-                way_out = "packing whole keeps them"
-            problem = "cut where sequences end, and the rest of each trains without its prompt"
-            log.warning("context_tokens=%d: %s %s: %s", context, cut, problem, way_out)
+                share, way_out = f"{_cut_share(self.uri, manifest, context):.1%} of the ", "packing whole keeps them"
+            problem = "conversations are cut where sequences end, and the rest of each trains without its prompt"
+            log.warning("context_tokens=%d: %s%s: %s", context, share, problem, way_out)
         elif manifest.longest_document_tokens > context:
             log.info(
                 "documents of up to %s tokens are packed over several sequences of context_tokens=%d",
@@ -408,11 +407,10 @@ def _whole_line(corpus: PreparedCorpus, manifest: Manifest, long_documents: Long
 def _cut_share(uri: str, manifest: Manifest, context_tokens: int) -> float:
     """The share of documents with the edge of a stream's sequence inside. Raises ValueError and StorageFailed."""
     num_cut = 0
-    for source in manifest.sources:
-        lengths = read_index(uri, source, source.num_tokens).lengths
-        ends = np.cumsum(lengths)
-        last = np.maximum(ends - 2, ends - lengths)  # the last token is only a target: an edge may lie before it
-        num_cut += int(((ends - lengths) // context_tokens != last // context_tokens).sum())
+    for lengths in (read_index(uri, source, source.num_tokens).lengths for source in manifest.sources):
+        begins = np.cumsum(lengths) - lengths
+        last = begins + np.maximum(lengths - 2, 0)  # the last token is only a target: an edge may lie before it
+        num_cut += int((begins // context_tokens != last // context_tokens).sum())
     return num_cut / max(manifest.num_documents, 1)
 
 

@@ -146,15 +146,11 @@ def place(
             uncounted.append(items[2].astype(np.int32))
             counts.append(np.bincount(sequence, minlength=num))
         sizes.append(sum(map(len, counts)))
-    none, of_long = np.empty(0, np.int64), long_documents(index, context_tokens)
-    return Placed(
-        np.concatenate([none, *starts]),
-        np.concatenate([none.astype(np.int32), *lengths]),
-        np.concatenate([none.astype(np.int32), *uncounted]),
-        np.cumsum(np.concatenate([none, *counts])),
-        sizes,
-        of_long if long == "cut" else of_long._replace(num_left_out=of_long.num_counted),
-    )
+    none, of_long = np.empty(0, np.int32), long_documents(index, context_tokens)
+    if long == "leave_out":
+        of_long = of_long._replace(num_left_out=of_long.num_counted)
+    firsts, nums, skipped, items = (np.concatenate([none, *parts]) for parts in (starts, lengths, uncounted, counts))
+    return Placed(firsts, nums, skipped, np.cumsum(items, dtype=np.int64), sizes, of_long)
 
 
 def _items(index: DocumentIndex, ends: Starts, documents: range, room: int, *, cuts_long: bool) -> Starts:

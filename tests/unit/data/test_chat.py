@@ -35,6 +35,7 @@ from elastic_ring.model.loss import language_model_loss
 from elastic_ring.train.optim import OptimConfig
 from elastic_ring.train.task import TrainingTask, attention_of, batch_of
 from tests.unit.data.corpora import prepared, texts, tokens_of, trained_bpe
+from tests.unit.data.test_whole import trained
 
 tokenizers = pytest.importorskip("tokenizers")
 T = pytest.importorskip("transformers")
@@ -515,6 +516,19 @@ def test_the_share_of_long_conversations_is_said_by_the_preparation(saved: Path,
     assert 0.1 < len(long) / 60 < 0.9
     said = f"--context 2048: {len(long) / 60:.1%} of the conversations are longer, with {counted:.1%} of the counted"
     assert f"{said} tokens; cut at turns, 0.0% have no room with their prompt" in command.report(manifest, str(out))
+
+
+@pytest.mark.slow
+def test_of_300_chats_each_is_whole_in_one_sequence_with_its_answers_as_targets(saved: Path, tmp_path: Path) -> None:
+    rows = [{"messages": messages(*texts(2 + 2 * (number % 3), number))} for number in range(300)]
+    manifest = chat(tmp_path / "out", write(tmp_path / "a.jsonl", rows), saved, piece_bytes=20_000)
+    source = PreparedTokens.of(str(tmp_path / "out" / "manifest.json"), 2048).open()
+    documents = [part for each in range(source.num_sequences) for part in trained(source, each)]
+    documents = [part for part in documents if {token for token, _ in part} != {manifest.end_of_document}]
+    answers = ["".join(m["content"] + CLOSE for m in row["messages"] if m["role"] == "assistant") for row in rows]
+    assert sorted(counted_text(saved, part) for part in documents) == sorted(answers)
+    assert sum(flag for part in documents for _, flag in part) == manifest.num_counted
+    assert sorted(map(sorted, documents)) == sorted(map(sorted, counted_of(tmp_path / "out", manifest)))
 
 
 # ------------------------------------------------------------ in training
