@@ -101,6 +101,8 @@ class Conversations:
             raise ValueError(f"it is a {type(record).__name__}")
         form = self._form(record)
         value = {part: _value(record, names) for part, names in form.items()}
+        if "prompt" in form and value["completion"] is None:
+            raise ValueError(f"it has no {' or '.join(map(repr, form['completion']))}: --columns names others")
         history = value.get("history") or []
         before = _before(value["prompt"], value.get("input"), history) if "prompt" in form else []
         rest = _messages(value["completion"], "assistant") if "prompt" in form else _messages(value["messages"])

@@ -610,7 +610,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"text": "x"},
         "line 2 at byte .* has no 'messages' or 'conversations' or 'prompt' or 'instruction': it has text",
     ),
-    "no completion": ({"prompt": "x"}, "a list of messages is needed where it has NoneType"),
+    "no completion": ({"prompt": "x", "response": "y"}, "it has no 'completion': --columns names others"),
     "empty": ({"messages": []}, "it has no messages"),
     "no list": ({"messages": "x"}, "a list of messages is needed where it has str"),
     "no message": ({"messages": ["x"]}, "message 1 is a str"),
