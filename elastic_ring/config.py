@@ -67,7 +67,7 @@ class Timeouts:
     report_s: PositiveSeconds = 30.0
     """From Stop to a member's report; then it is killed."""
     build_s: PositiveSeconds = 60.0
-    """From Build to the last Resumed, healing included. Raise it for large shards and slow links."""
+    """From Build to the last Resumed, healing and a repeated update included. Raise it for large shards, slow links."""
     beat_s: PositiveSeconds = 0.5
     """Between two beats of a node agent. Raise it for very many nodes."""
     node_silent_s: PositiveSeconds = 4.0
@@ -330,9 +330,6 @@ class OptimConfig:
 
     _prefix: ClassVar[str] = "OptimConfig "
 
-    optimizer: Annotated[Literal["adamw", "muon"], Flag("optimizer")] = "adamw"
-    """muon: Muon for the matrices of the layers, with AdamW's rate and weight decay, and AdamW for the rest."""
-
     peak_lr: Annotated[float, Field(gt=0, allow_inf_nan=False), Must("a number above 0")] = 3e-4
     """Learning rate after the warm-up."""
     min_lr: Annotated[float, Field(allow_inf_nan=False)] = 3e-5
@@ -363,6 +360,8 @@ class OptimConfig:
     """Bound on the norm of the gradient of the mean loss over the global batch; None for no clipping."""
     max_skipped: NonNegativeInt = 10
     """Steps in a row that may be skipped for a non-finite gradient."""
+    optimizer: Annotated[Literal["adamw", "muon"], Flag("optimizer")] = "adamw"
+    """muon: Muon for the matrices of the layers, with AdamW's rate and weight decay, and AdamW for the rest."""
 
     @property
     def plans(self) -> list[tuple[int, int]]:

@@ -174,7 +174,11 @@ class GpuRun:
             RandomTokens(self.context, self.model.vocab_size, self.document_tokens),
             step_config=step,
             optim_config=OptimConfig(
-                self.optimizer, peak_lr=3e-4, min_lr=3e-5, warmup_steps=min(10, steps), total_steps=steps
+                peak_lr=3e-4,
+                min_lr=3e-5,
+                warmup_steps=min(10, steps),
+                total_steps=steps,
+                optimizer=self.optimizer,
             ),
             scaling_config=ScalingConfig(
                 dp=self.dp,

@@ -50,9 +50,6 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     return (x.T if is_tall else x).contiguous()
 
 
-# ---------------------------------------------------------------- matrices of a model
-
-
 def matrix_parts(model: nn.Module, units: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
     """The parameters that Muon updates, in the model's order, each with the rows of its parts.
 
@@ -145,9 +142,6 @@ class Division:
         """The rows of `matrix` on `cp_rank`, counted in the parameter."""
         start, stop = self.spans[matrix.name][cp_rank]
         return range(max(start, matrix.first), max(start, matrix.first, min(stop, matrix.stop)))
-
-
-# ---------------------------------------------------------------- the update of a step
 
 
 @dataclass(frozen=True)
