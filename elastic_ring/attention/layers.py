@@ -105,10 +105,10 @@ class PatternedAttention:
         self.patterns.of_layer(index)
         return _Layer(self, index)
 
-    def document_positions(self, positions: torch.Tensor) -> torch.Tensor:
-        """As `positions`, counted from the start of each token's document."""
-        own = self.layout.document_positions(self.cp_rank, self._dense.document_starts)
-        return own.to(positions.device).view_as(positions)
+    def documents(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of a ring."""
+        begin, length = self.layout.documents(self.cp_rank, self._dense.document_starts)
+        return begin.to(positions.device).view_as(positions), length.to(positions.device).view_as(positions)
 
     def recomputation(
         self, *, offload: bool = False

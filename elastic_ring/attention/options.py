@@ -43,6 +43,7 @@ class RingOptions:
     - `coalesced` posts the messages of a stage as one operation (None: on a GPU).
     - `hosts`: the host of each rank. Keys that several ranks of a host read cross to it once (`plan.traffic`), with
       the same bits. Equal on all ranks; None: not known.
+    - `softcap` caps the scores (Gemma 2): s becomes softcap * tanh(s / softcap); 0 for none.
     - `kv_wire` "fp8" sends keys and values in 8 bits (`comm.packing`); equal on all ranks.
     - `sequence_seeds`: a word of 64 bits for each sequence of the pass, for a model's dropout; attention reads none.
 
@@ -76,6 +77,7 @@ class RingOptions:
     keep_keys: bool | None = None
     cache_dir: Path | None = None
     coalesced: bool | None = None
+    softcap: float = 0.0
     kv_wire: Wire = "native"
     hosts: Hosts | None = None
     sequence_seeds: tuple[int, ...] = ()
@@ -96,7 +98,7 @@ class RingOptions:
     @property
     def plan_key(self) -> tuple[Any, ...]:
         """The options that plans and kernels depend on."""
-        return self.backend, self.kernel, self.deterministic, self.kv_wire, self.hosts
+        return self.backend, self.kernel, self.deterministic, self.softcap, self.kv_wire, self.hosts
 
 
 def check_group(schedule: Schedule, cp_rank: int, group: Group | None, hosts: Hosts | None) -> None:

@@ -94,10 +94,10 @@ class RingAttention(RecomputableRing):
         out: torch.Tensor = _RingFunction.apply(q, k, v, sinks, up, self, scale)
         return out
 
-    def document_positions(self, positions: torch.Tensor) -> torch.Tensor:
-        """As `positions`, counted from the start of each token's document."""
-        starts = self.schedule.pattern.document_starts
-        return self.schedule.layout.document_positions(self.cp_rank, starts).to(positions.device).view_as(positions)
+    def documents(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `positions`: those counted from the start of each token's document, and the tokens of that document."""
+        begin, length = self.schedule.layout.documents(self.cp_rank, self.schedule.pattern.document_starts)
+        return begin.to(positions.device).view_as(positions), length.to(positions.device).view_as(positions)
 
     def reset_calls(self, first_call_index: int = 0) -> None:
         """Number calls from `first_call_index` on; all ranks do so between the same calls (once a step)."""
@@ -271,7 +271,7 @@ class RingAttention(RecomputableRing):
         if isinstance(option, Kernel):
             if cover not in option.covers:
                 raise ValueError(f"kernel {option.name} covers {', '.join(option.covers)}, not {cover}; leave it out")
-            return option
+            return option.capped(self.options.softcap)
         kind = (q.device, q.dtype, q.size(-1), q.size(2) // num_kv_heads)
         if kind not in self._plans.kernels:
             self._plans.kernels[kind] = select(
@@ -282,6 +282,7 @@ class RingAttention(RecomputableRing):
                 option,
                 cover=cover,
                 head_ratio=kind[3],
+                softcap=self.options.softcap,
                 cache_dir=self.options.cache_dir,
             )
         return self._plans.kernels[kind]

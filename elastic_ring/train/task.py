@@ -77,7 +77,7 @@ class ModelParts:
     name -> text, are written into the run's folder. `check_data` raises ValueError for data of another tokenizer.
     `frozen` has the values of parameters that need no gradient. `flops` of one sequence, forward and backward, with
     dense causal attention: for the utilisation (MFU). `sizes`: for the plan of a rank and the forecast of a step; None
-    if unknown. `model`: the factory for these settings, where it is another.
+    if unknown. `model`: the factory for these settings, where it is another. `softcap`: as in `RingOptions`.
     """
 
     loss: LossFunction = language_model_loss
@@ -90,6 +90,7 @@ class ModelParts:
     frozen: FrozenValues | None = None
     sizes: ModelSizes | None = None
     model: Callable[[], nn.Module] | None = None
+    softcap: float = 0.0
 
 
 def parts_of(model: Any, step: StepConfig) -> ModelParts:
@@ -120,7 +121,7 @@ class TrainingTask:
     of one sequence, as in `ModelParts`; None if unknown. `asks_callbacks`: after each validation training waits for the
     driver's callbacks. With `frozen` parameters that need no gradient are no state: they are in no shard, checkpoint,
     heal or copy, and each member reads its rows of them from there. `validation` has sets by name; without any the
-    held-out sequences are the only set.
+    held-out sequences are the only set. `softcap`: of the attention's scores.
     """
 
     model: Callable[[], nn.Module]
@@ -139,6 +140,7 @@ class TrainingTask:
     asks_callbacks: bool = False
     frozen: FrozenValues | None = None
     validation: Mapping[str, ValidationSet] = field(default_factory=dict)
+    softcap: float = 0.0
 
     @property
     def num_held_out(self) -> int:
@@ -225,14 +227,15 @@ def attention_of(
 ) -> RingAttention | PatternedAttention:
     """The attention of one pass: dense with the task's kernel, or by its pattern. `layout`: the layout of `piece`.
 
-    The task sets kernel, `deterministic` and the wire of `options`; `kv_wire` replaces the wire. `plans` caches the
-    plans of one generation. A pass of training says its `step`, from which dropout draws.
+    The task sets kernel, `deterministic`, softcap and wire of `options`; `kv_wire` replaces the wire. `plans` caches
+    the plans of one generation. A pass of training says its `step`, from which dropout draws.
     """
     indices = piece.indices_in_batch
     options = replace(
         RingOptions() if options is None else options,
         backend=task.step.kernel or None,
         deterministic=task.step.deterministic,
+        softcap=task.softcap,
         kv_wire=kv_wire or task.step.kv_wire,
         sequence_seeds=() if step is None else tuple(sequence_seed(task.step.seed, step, i) for i in indices),
     )

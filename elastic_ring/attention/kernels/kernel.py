@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import metadata
 from typing import Literal
 
@@ -57,6 +58,7 @@ class Kernel:
       share a K/V head may count as tokens.
     - `package`: the package required besides torch.
     - `only_by_name`: used only where its name is given.
+    - `capped_covers`: the covers for which its functions take `softcap` (`capped`); `softcap`: the one that they have.
     """
 
     name: str
@@ -77,6 +79,8 @@ class Kernel:
     tile_tokens: tuple[int, ...] = ()
     package: str | None = None
     only_by_name: bool = False
+    capped_covers: tuple[CoverKind, ...] = ()
+    softcap: float = 0.0
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cover: Cover, scale: float) -> Pair:
         """(out, lse) of one call."""
@@ -97,9 +101,20 @@ class Kernel:
         """(dq, dk, dv) of one call."""
         return self.backward(dout, q, k, v, out, lse, **_cover_arguments(cover), scale=scale, **places)
 
-    def refusal(self, device: torch.device | str, dtype: torch.dtype, head_dim: int, deterministic: bool) -> str | None:
+    def refusal(
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        head_dim: int,
+        deterministic: bool,
+        *,
+        cover: CoverKind | None = None,
+        softcap: float = 0.0,
+    ) -> str | None:
         """The reason why this kernel does not support such a call, or None if it does."""
         device, sparse = torch.device(device), "tables" in self.covers
+        if softcap and (cover or self.covers[0]) not in self.capped_covers:
+            return f"has no softcap, and the model caps its scores at {softcap:g}"
         if device.type not in self.devices:
             return f"runs on {', '.join(self.devices)}, not on {device.type}"
         if dtype not in self.dtypes:
@@ -127,6 +142,20 @@ class Kernel:
             return self
         assert self.deterministic_backward is not None
         return replace(self, deterministic=True, backward=self.deterministic_backward)
+
+    def capped(self, softcap: float) -> Kernel:
+        """The form for scores s that become softcap * tanh(s / softcap) before the softmax; this one for 0."""
+        if not softcap:
+            return self
+        again = self.deterministic_backward
+        return replace(
+            self,
+            covers=self.capped_covers,
+            softcap=softcap,
+            forward=partial(self.forward, softcap=softcap),
+            backward=partial(self.backward, softcap=softcap),
+            deterministic_backward=None if again is None else partial(again, softcap=softcap),
+        )
 
     def version(self) -> str | None:
         """The version of `package` (None if it is not installed), or of torch for a kernel without a package."""

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 _ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _HALF = (torch.bfloat16, torch.float16)
 _PACKED: tuple[CoverKind, ...] = (*DENSE, "documents")
+_TABLES: tuple[CoverKind, ...] = ("tables", "masked_tables")
 _on_gpu = partial(
     Kernel,
     covers=DENSE,
@@ -37,12 +38,13 @@ _on_gpu = partial(
 _exact = partial(Kernel, dtypes=_ALL_DTYPES, max_head_dim=None, deterministic=True)
 _over_tables = partial(
     Kernel,
-    covers=("tables", "masked_tables"),
+    covers=_TABLES,
     devices=("cuda",),
     dtypes=_HALF,
     max_head_dim=None,
     head_dims=(64, 128),
     keeps_type=True,
+    capped_covers=_TABLES,
 )
 
 KERNELS: tuple[Kernel, ...] = (
@@ -56,6 +58,7 @@ KERNELS: tuple[Kernel, ...] = (
         writes_gradients=True,
         tile_tokens=flash_attn.TILE_TOKENS,
         package="flash-attn-4",
+        capped_covers=DENSE,
     ),
     _on_gpu("cudnn", forward=aten.cudnn_forward, backward=aten.cudnn_backward, max_head_dim=128),
     _on_gpu(
@@ -65,6 +68,7 @@ KERNELS: tuple[Kernel, ...] = (
         deterministic_backward=flash_attn.flash2_deterministic_backward,
         writes_gradients=True,
         package="flash-attn",
+        capped_covers=DENSE,
     ),
     _on_gpu(
         "aten-flash",
@@ -81,6 +85,7 @@ KERNELS: tuple[Kernel, ...] = (
         deterministic=True,
         head_dim_multiple=16,
         by_length=True,
+        capped_covers=DENSE,
     ),
     _exact(
         "aten-cpu",
@@ -93,8 +98,9 @@ KERNELS: tuple[Kernel, ...] = (
         "reference",
         forward=reference.forward,
         backward=reference.backward,
-        covers=_PACKED,
+        covers=(*_PACKED, "mask"),
         devices=("cpu", "cuda"),
+        capped_covers=(*_PACKED, "mask"),
     ),
     _over_tables(
         "flash-attn-4-sparse",
@@ -115,7 +121,8 @@ KERNELS: tuple[Kernel, ...] = (
         "reference-sparse",
         forward=reference.sparse_forward,
         backward=reference.sparse_backward,
-        covers=("tables", "masked_tables"),
+        covers=_TABLES,
+        capped_covers=_TABLES,
         devices=("cpu", "cuda"),
         writes_gradients=True,
         only_by_name=True,
@@ -155,6 +162,7 @@ def select(
     *,
     cover: CoverKind = "causal",
     head_ratio: int = 2,
+    softcap: float = 0.0,
     cache_dir: Path | None = None,
     kernels: tuple[Kernel, ...] | None = None,
 ) -> Kernel:
@@ -162,36 +170,40 @@ def select(
     one name.
 
     `head_ratio` is the number of query heads per K/V head, with which it is tested. With `deterministic` the bitwise
-    repeatable form is returned. Test results are cached per process, passes also in `cache_dir`. `kernels` replaces the
-    registry. Raises `ValueError` if `pin` is unknown or cannot serve the call, or no dense kernel supports it, and
-    `RunFailed` if none passes.
+    repeatable form is returned, with `softcap` the capped one, tested with a cap of at most 1 for scores of about 1.
+    Test results are cached per process, passes also in `cache_dir`. `kernels` replaces the registry. Raises
+    `ValueError` if `pin` is unknown or cannot serve the call, or no dense kernel supports it, and `RunFailed` if none
+    passes.
     """
     device = torch.device(device)
-    key = (device, dtype, head_dim, deterministic, pin, cover, head_ratio, cache_dir, kernels)
+    key = (device, dtype, head_dim, deterministic, pin, cover, head_ratio, softcap, cache_dir, kernels)
     if key in _SELECTED:
         return _SELECTED[key]
-    dense, setting = cover in DENSE, "kernel" if cover in ("tables", "masked_tables") else "backend"
+    dense, setting = cover in DENSE, "kernel" if cover in _TABLES else "backend"
     able = [kernel for kernel in kernels or KERNELS if cover in kernel.covers]
     chosen = [kernel for kernel in able if (not kernel.only_by_name if pin is None else kernel.name == pin)]
     if not chosen:
         raise ValueError(f"{setting}={pin!r}: unknown; choose one of {', '.join(kernel.name for kernel in able)}")
     reasons, failed = {}, []
     for kernel in chosen:
-        if (refusal := kernel.refusal(device, dtype, head_dim, deterministic)) is not None:
+        if (
+            refusal := kernel.refusal(device, dtype, head_dim, deterministic, cover=cover, softcap=softcap)
+        ) is not None:
             if pin is not None:
                 raise ValueError(f"{setting}={pin!r} {refusal}; leave {setting} out to have one chosen")
-            if not dense:
+            if cover in _TABLES:
                 logger.warning("sparse kernel %s passed over: %s", kernel.name, refusal)
             reasons[kernel.name] = refusal
             continue
         kernel = kernel.repeatable() if deterministic else kernel
         # Masks of blocks are compiled apart, so they are tested only where they are needed.
-        tested = replace(kernel, covers=tuple(each for each in kernel.covers if each in (cover, *_ALWAYS_TESTED)))
+        tested = kernel.capped(min(softcap, 1.0))
+        tested = replace(tested, covers=tuple(each for each in tested.covers if each in (cover, *_ALWAYS_TESTED)))
         failure = self_test(
             tested, device=device.type, dtype=dtype, head_dim=head_dim, head_ratio=head_ratio, cache_dir=cache_dir
         )
         if failure is None:
-            _SELECTED[key] = kernel
+            _SELECTED[key] = kernel = kernel.capped(softcap)
             return kernel
         logger.warning("attention kernel %s fails its self-test, passed over: %s", kernel.name, failure)
         reasons[kernel.name] = failure
@@ -202,7 +214,12 @@ def select(
             + "; ".join(f"{name} {reason}" for name, reason in reasons.items())
         )
     if not failed:
-        raise ValueError(f"no attention backend: {dtype}, head_dim={head_dim} on {device.type}; use another type")
+        capped = f", softcap={softcap:g}" if softcap else ""
+        repeatable = ", deterministic=True" if deterministic else ""
+        raise ValueError(
+            f"no attention backend: {dtype}, head_dim={head_dim}{capped}{repeatable} on {device.type}: "
+            + "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+        )
     raise RunFailed(
         f"no attention backend passes its self-test for {dtype} on {device.type}; tried {', '.join(failed)}"
     )

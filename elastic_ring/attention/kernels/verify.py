@@ -62,7 +62,14 @@ def self_test(
     """
     if cache_dir is None:
         return warm_up_kernels(kernel, device, dtype, head_dim, head_ratio)
-    case = (kernel.deterministic, kernel.covers, str(dtype), head_dim, head_ratio)
+    case = (
+        kernel.deterministic,
+        kernel.covers,
+        str(dtype),
+        head_dim,
+        head_ratio,
+        *([kernel.softcap] * bool(kernel.softcap)),
+    )
     where = ""
     if device == "cuda":
         where = f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()} {torch.version.cuda}"
@@ -92,7 +99,7 @@ def warm_up_kernels(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: i
             for case in _cases(kernel, device, dtype, head_dim, head_ratio):
                 results = _kernel_results(kernel, case)
                 again = _kernel_results(kernel, case) if kernel.deterministic else results
-                expected = _reference_results(case, head_dim**-0.5)
+                expected = _reference_results(case, head_dim**-0.5, kernel.softcap)
                 if (failure := disagreement(results, again, expected, case.tolerance, case.of)) is not None:
                     return failure
     except torch.OutOfMemoryError:
@@ -110,7 +117,7 @@ def warm_up_kernels(kernel: Kernel, device: str, dtype: torch.dtype, head_dim: i
     return None
 
 
-def _reference_results(case: _Case, scale: float) -> list[torch.Tensor]:
+def _reference_results(case: _Case, scale: float, softcap: float) -> list[torch.Tensor]:
     """out, lse, dq, dk, dv of the reference: one sequence and query head at a time, because it stores all scores and
     other workers may train on this GPU."""
     q, k, v, dout = case.inputs
@@ -120,7 +127,7 @@ def _reference_results(case: _Case, scale: float) -> list[torch.Tensor]:
         mine, shared = slice(head, head + 1), slice(head // group, head // group + 1)
         seen = case.seen if case.seen.size(0) == 1 else case.seen[mine]
         each = [
-            reference.attention(q[s, :, mine], k[s, :, shared], v[s, :, shared], dout[s, :, mine], seen, scale)
+            reference.attention(q[s, :, mine], k[s, :, shared], v[s, :, shared], dout[s, :, mine], seen, scale, softcap)
             for s in (slice(n, n + 1) for n in range(num_sequences))
         ]
         heads.append([torch.cat(parts) for parts in zip(*each, strict=True)])

@@ -92,12 +92,14 @@ class Layout:
         ranges = [torch.arange(start, stop) for start, stop in self.segments[cp_rank]]
         return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
-    def document_positions(self, cp_rank: int, starts: Sequence[int]) -> torch.Tensor:
-        """Each local token's position in its document; `starts` ascend from 0. Like `positions`."""
+    def documents(self, cp_rank: int, starts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(position in its document, tokens of that in this sequence) of each local token; `starts` ascend from 0. Like
+        `positions`."""
         import torch
 
-        positions, begins = self.positions(cp_rank), torch.tensor(starts)
-        return positions - begins[torch.searchsorted(begins, positions, right=True) - 1]
+        positions, begins = self.positions(cp_rank), torch.tensor([*starts, self.seq_len])
+        number = torch.searchsorted(begins, positions, right=True) - 1
+        return positions - begins[number], begins.diff()[number]
 
     def scatter(self, tensor_global: torch.Tensor, cp_rank: int, dim: int) -> torch.Tensor:
         """Return `cp_rank`'s tokens of `tensor_global`: seq_len along `dim` in, S_local out. Differentiable.

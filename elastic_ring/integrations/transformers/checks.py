@@ -101,10 +101,10 @@ def check_config(config: Any) -> None:
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError(f"{kind} use_bidirectional_attention=True: rings of a trainer are causal")
     for part in _rope_parts(config):
-        if part.get("rope_type") in ("dynamic", "longrope"):
+        if part.get("rope_type") == "dynamic":
             raise ValueError(
                 f"{kind} rope_type={part['rope_type']!r} depends on the largest position at hand, and a rank sees its "
-                "own slice only: choose default, linear, llama3 or yarn"
+                "own slice only: choose default, linear, llama3, longrope or yarn"
             )
         if part.get("rope_type", "default") not in {"default", *ROPE_INIT_FUNCTIONS}:
             raise ValueError(f"{kind} rope_type={part['rope_type']!r}: this version of transformers does not know it")
@@ -125,6 +125,15 @@ def num_positions(model: Any, config: Any, traced: TracedRing) -> int:
         if "position" in name or name.endswith("wpe")
     ]
     return min([*tables, int(config.max_position_embeddings)]) if tables else 0
+
+
+def softcap_of(config: Any, traced: TracedRing) -> float:
+    """The cap of the scores, 0 without one. Raises ValueError where layers differ."""
+    if len(traced.softcaps) > 1:
+        raise ValueError(
+            f"model_type={config.model_type!r}: its layers cap scores at {sorted(traced.softcaps)}; give one"
+        )
+    return max(traced.softcaps, default=0.0)
 
 
 def check_dropout(config: Any, traced: TracedRing) -> None:

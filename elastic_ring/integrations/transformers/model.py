@@ -29,6 +29,7 @@ from elastic_ring.integrations.transformers.checks import (
     check_tokenizer,
     config_of,
     num_positions,
+    softcap_of,
     trace,
 )
 from elastic_ring.integrations.transformers.layers import (
@@ -101,6 +102,8 @@ class RingModel:
     """Where positions are counted from: "document" for families that see absolute positions."""
     num_positions: int = 0
     """Rows of its table of positions; 0 without one."""
+    softcap: float = 0.0
+    """Of the attention's scores; 0 without one."""
     outer_type: str = ""
     """The type of the multimodal model whose text model this is."""
 
@@ -168,6 +171,7 @@ class RingModel:
             check_data=self.check_data,
             sizes=sizes,
             model=None if own is self else own,
+            softcap=self.softcap,
         )
 
     def check_data(self, data: Any) -> None:
@@ -277,9 +281,8 @@ def ring_model(
         lora: `r=16,alpha=32,target=q_proj+v_proj`, the same options as a mapping, or peft's `LoraConfig`: trains
             adapters of peft on these layers; the folder's weights stay frozen.
 
-    Raises: ValueError for what cannot train on a ring (softcap, attention's dropout, masks of its own, layers without
-    attention of transformers' interface), for weights that do not fit the model, and for a tokenizer with more tokens
-    than it.
+    Raises: ValueError for what cannot train on a ring (attention's dropout, masks of its own, layers without attention
+    of transformers' interface), for weights that do not fit the model, and for a tokenizer with more tokens than it.
     """
     if windows not in ("exact", "blocks", "dense"):
         raise ValueError(f"windows={windows!r}: must be one of exact, blocks, dense")
@@ -335,6 +338,7 @@ def traced_model(ring: RingModel) -> tuple[RingModel, Any]:
         latent=latent_of(model),
         num_compared_layers=layers_of_each_kind(model),
         num_positions=num_positions(model, ring.config, traced),
+        softcap=softcap_of(ring.config, traced),
     )
     return ring, model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -22,6 +22,7 @@ from elastic_ring.model.loss import chunked_cross_entropy
 from elastic_ring.train.wrap import largest_list
 
 NAME = "elastic_ring"
+LONG_ROPE = "longrope"
 WHOLE_SLICE = 1 << 40
 """More tokens than any slice has."""
 IDLE = frozenset({"is_causal", "output_attentions", "output_router_logits", "position_ids", "use_cache"})
@@ -37,12 +38,13 @@ class TracedRing:
     dropout_rates: set[float] = field(default_factory=set)
     tables: set[int] = field(default_factory=set)
     options: RingOptions = field(default_factory=partial(RingOptions, sequence_seeds=(0,)))
+    softcaps: set[float] = field(default_factory=set)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return torch.empty_like(q)
 
-    def document_positions(self, positions: Tensor) -> Tensor:
-        return positions
+    def documents(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return positions, positions
 
 
 def attend(
@@ -66,10 +68,10 @@ def attend(
     keys are padded with zeros. Raises ValueError for arguments that rings lack.
     """
     kind, layer = type(module).__name__, int(module.layer_idx)
-    if softcap is not None:
+    own = getattr(getattr(ring, "options", None), "softcap", softcap or 0.0)
+    if own != (softcap or 0.0) and not isinstance(ring, TracedRing):
         raise ValueError(
-            f"{kind}: attn_logit_softcapping={softcap}: attention on rings has no softcap; set it to None "
-            "in the config, which changes the model, or choose another"
+            f"{kind}: layer {layer} caps its scores at {softcap}, and its ring at {own}: give both the same"
         )
     if dropout and not isinstance(ring, TracedRing):
         raise ValueError(f"{kind}: attention on rings has no dropout, and {dropout} is set; set it to 0.0")
@@ -90,6 +92,7 @@ def attend(
         raise ValueError(f"{kind}: layer {layer} is not causal, and rings of a trainer are; choose a decoder")
     if isinstance(ring, TracedRing):
         ring.windows[layer] = sliding_window
+        ring.softcaps.add(softcap or 0.0)
         ring.dropout_rates.add(dropout)
     usual, width = q.size(-1) ** -0.5, v.size(-1)
     if scaling is not None and abs(scaling - usual) > 1e-9 * usual:
@@ -151,10 +154,37 @@ def build(config: Any) -> Any:
         if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
             # Latent attention (DeepSeek-V2, arXiv:2405.04434) calls the attention before keys are projected up.
             module.expand_kv = _apart
+    model.long_ropes = [module for module in model.modules() if LONG_ROPE in rope_types(module)]
+    for rope in model.long_ropes:
+        rope.forward = partial(_rotation_by_document, rope, rope.forward)
     layers.fuse_layers(model, config.model_type)
     if has_dropout(model, config):
         install_masks(model)
     return model
+
+
+def rope_types(module: Any) -> set[str]:
+    """The kinds of rotary embedding of a module of transformers that computes it; empty for others."""
+    kinds = getattr(module, "rope_type", None) or ()
+    return {*kinds.values()} if isinstance(kinds, Mapping) else {kinds} if isinstance(kinds, str) else set()
+
+
+def _rotation_by_document(
+    module: Any, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, layer_type: str | None = None
+) -> tuple[Tensor, ...]:
+    """LongRoPE (arXiv:2402.13753) of packed documents: each token has the long or the short factors by the length of
+    its own document, as transformers chooses for a sequence of that document alone. Positions count from its start."""
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    rope = module.config.rope_parameters
+    rope = rope if layer_type is None else rope[layer_type]
+    if rope["rope_type"] != LONG_ROPE:
+        return tuple(forward(x, position_ids, **options))
+    original = int(rope["original_max_position_embeddings"])
+    is_long = module.document_lengths > original
+    # Transformers chooses by the largest position of a call. The short ones last: it keeps what it chose in a buffer.
+    long = forward(x, nn.functional.pad(position_ids, (0, 1), value=original), **options)
+    short = forward(x, position_ids.masked_fill(is_long, 0), **options)
+    return tuple(torch.where(is_long[..., None], a[:, :-1], b) for a, b in zip(long, short, strict=True))
 
 
 def class_of(config: Any) -> Any:
@@ -194,8 +224,10 @@ def _ring_class(base: Any) -> Any:
         # The loss is computed in here because FSDP2 keeps the head's weight gathered only there.
         if self.training and self.dropout_masks is not None:
             self.dropout_masks.begin(attention, positions)
-        if self.restarts_positions:
-            positions = attention.document_positions(positions)
+        if self.restarts_positions or self.long_ropes:
+            positions, lengths = attention.documents(positions)
+            for rope in self.long_ropes:
+                rope.document_lengths = lengths
         named = {"input_ids": tokens, "position_ids": positions, "ring": attention, "use_cache": False}
         if targets is None or self.config.model_type not in KNOWN_TYPES:
             logits = base.forward(self, **named).logits
@@ -222,7 +254,7 @@ def _ring_class(base: Any) -> Any:
         return loss, num_targets
 
     # Under the base's own module: transformers takes classes of other modules for custom code.
-    settings = {"loss_chunk_tokens": 1024, "restarts_positions": False, "dropout_masks": None}
+    settings = {"loss_chunk_tokens": 1024, "restarts_positions": False, "dropout_masks": None, "long_ropes": ()}
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, **settings})
 
 

@@ -41,11 +41,13 @@ if TYPE_CHECKING:
 NUM_TOKENS = 96
 DOCUMENT_STARTS = (0, 19, 55)
 SHORT_TOKENS, LONG_TOKENS = 16, 4 * NUM_TOKENS
-"""Lengths of a config below the context, and from it on."""
+BETWEEN_TOKENS = 30
+"""Lengths of a config below the context, and from it on; and one between those of the documents."""
 TOLERANCE, FLOOR = 1e-4, 1e-3
 """Relative errors of each gradient. A gradient below this share of the largest is compared with that share."""
 VOCAB_SIZE, WIDTH, NUM_HEADS = 128, 64, 4
 SEED = 7
+SOFTCAP = 0.5
 NUMBERS_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"hidden_size|n_embd|d_model|embedding_size|word_embed_proj_dim|dim_model_base", WIDTH),
@@ -123,6 +125,8 @@ def shrunk(config: Any, context_tokens: int, num_layers: int, *, is_dense: bool)
         if isinstance(value, Mapping):
             of_layers = {key: inner for key, inner in value.items() if not f"{key}".isdigit() or int(key) < num_layers}
             return {key: small(key, inner) for key, inner in of_layers.items()}
+        if name in ("long_factor", "short_factor"):
+            return _of_small_head(value, config, heads)
         if isinstance(value, list):
             kept = value[:num_layers] if len(value) == total else value
             return [small(name, inner) for inner in kept]
@@ -132,9 +136,13 @@ def shrunk(config: Any, context_tokens: int, num_layers: int, *, is_dense: bool)
             return min(int(value), num_layers)
         if name.endswith("token_id"):
             return min(int(value), VOCAB_SIZE - 1)
+        if name == "original_max_position_embeddings" and value < context_tokens:
+            return BETWEEN_TOKENS
         if _LENGTHS.fullmatch(name):
             is_short = 0 < value < context_tokens and not (is_dense and "window" in name)
             return SHORT_TOKENS if is_short else LONG_TOKENS if value else value
+        if name.endswith("logit_softcapping"):  # small enough for the small scores of a small model
+            return min(value, SOFTCAP)
         if name in ("partial_rotary_factor", "rotary_pct"):  # of a head of 16, an even number
             return max(2, 2 * round(8 * value)) / 16
         if _POSITIONS.fullmatch(name):
@@ -149,6 +157,15 @@ def shrunk(config: Any, context_tokens: int, num_layers: int, *, is_dense: bool)
     return {name: small(name, value) for name, value in config.items()}
 
 
+def _of_small_head(factors: list[float], config: Mapping[str, Any], num_heads: int) -> list[float]:
+    """LongRoPE's factors, of which a head has one for each pair of numbers that rotate."""
+    of_rope = config.get("qk_rope_head_dim")
+    width = of_rope or config.get("head_dim") or config["hidden_size"] // num_heads
+    small = min(width, 8) if of_rope else min(config.get("head_dim") or 16, 16)
+    number = max(1, round(len(factors) * small / width))
+    return [factors[index * len(factors) // number] for index in range(number)]
+
+
 class _Shuffled(PatternedAttention):
     """Attention of a whole sequence whose tokens stand in the order `order`: a rank's slice is no range either."""
 
@@ -160,8 +177,9 @@ class _Shuffled(PatternedAttention):
         back = self.order.argsort()
         return super()._attend(layer, q[:, back], k[:, back], v[:, back], sinks, up)[:, self.order]
 
-    def document_positions(self, positions: Tensor) -> Tensor:
-        return super().document_positions(positions)[:, self.order]
+    def documents(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        begin, length = super().documents(positions)
+        return begin[:, self.order], length[:, self.order]
 
 
 def _difference(config_json: str, positions: Positions) -> str:
@@ -253,7 +271,7 @@ def _ring_gradients(own: RingModel, module: nn.Module, sample: Sample) -> dict[s
     order = torch.cat([halves.positions(cp_rank) for cp_rank in range(2)])
     piece = slice_sample(sample, layout, 0, sample_id=0, index_in_batch=0)
     patterns = own.pattern(NUM_TOKENS) or LayerPatterns((LayerGroup((Dense(),)),))
-    options = RingOptions(sequence_seeds=(SEED,))
+    options = RingOptions(sequence_seeds=(SEED,), softcap=own.softcap)
     attention = _Shuffled(patterns, layout, 0, None, options, document_starts=piece.document_starts)
     attention.order = order
     fields = {name: getattr(piece, name)[:, order] for name in TENSORS}

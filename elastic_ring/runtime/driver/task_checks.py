@@ -86,6 +86,7 @@ def build_task(
         flops=parts.flops,
         asks_callbacks=any(callback.controls for callback in callbacks),
         frozen=parts.frozen,
+        softcap=parts.softcap,
         validation=sets,
     )
     task = replace(task, **{name: option for name, option in options.items() if option is not None})

@@ -235,7 +235,10 @@ def check_pattern(task: TrainingTask, cp: int, layouts: Layouts | None = None) -
     pinned = sparse_form(step.kernel)
     able = [kernel for kernel in covering("masked_tables" if causes else "tables") if pinned in (None, kernel.name)]
     for _, _, head_dim in attention_shapes(task):
-        reasons = [kernel.refusal("cuda", torch.bfloat16, head_dim, step.deterministic) for kernel in able]
+        reasons = [
+            kernel.refusal("cuda", torch.bfloat16, head_dim, step.deterministic, softcap=task.softcap)
+            for kernel in able
+        ]
         if all(reasons):
             listed = "; ".join(f"{kernel.name} {reason}" for kernel, reason in zip(able, reasons, strict=True))
             unpin = f", or kernel={step.kernel!r} to have one chosen" if pinned else ""

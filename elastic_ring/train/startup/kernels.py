@@ -59,6 +59,7 @@ def chosen_kernels(
                     pin,
                     cover=cover,
                     head_ratio=shape[0] // shape[1],
+                    softcap=task.softcap,
                     cache_dir=cache_dir,
                 ),
             )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from elastic_ring.attention.autolayout import Call, LayoutChoice, choose_layout
 from elastic_ring.attention.layers import WHICH_LAYER, PatternedAttention
 from elastic_ring.attention.layouts.layout import Layout, contiguous, make_layout
-from elastic_ring.attention.patterns.layers import LayerPatterns
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.costs import CostModel
 from elastic_ring.model.loss import language_model_loss
 from elastic_ring.model.transformer import Transformer
@@ -143,6 +143,7 @@ def _meta_pass(task: TrainingTask) -> _Traced:
         calls.append((len(calls) if layer is None else layer, q.size(2), k.size(2), q.size(3)))
         return torch.empty_like(q)
 
+    attend.documents = lambda positions: (positions, positions)  # type: ignore[attr-defined]  # as a ring's
     with torch.device("meta"), torch.no_grad():
         model = task.model()
         model.register_forward_hook(lambda *_: ended.append(True))
@@ -155,7 +156,7 @@ def _meta_pass(task: TrainingTask) -> _Traced:
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 module.register_forward_pre_hook(looked_up)
-        attention: AttentionFn = attend if task.pattern is None else _TracingAttention(task.pattern, attend)
+        attention: AttentionFn = attend if task.pattern is None else _TracingAttention(task, attend)
         try:
             loss = copy.deepcopy(task.loss)  # a stateful loss must not see this pass
             loss(model, Batch(tokens, integers, integers, integers.int(), attention))
@@ -170,8 +171,9 @@ def _meta_pass(task: TrainingTask) -> _Traced:
 class _TracingAttention(PatternedAttention):
     """Takes the place of the ring's attention: records which layer calls, and computes nothing."""
 
-    def __init__(self, patterns: LayerPatterns, attend: Callable[..., Tensor]) -> None:
-        super().__init__(patterns, contiguous(NUM_PROBE_TOKENS, 1), 0, None)
+    def __init__(self, task: TrainingTask, attend: Callable[..., Tensor]) -> None:
+        assert task.pattern is not None
+        super().__init__(task.pattern, contiguous(NUM_PROBE_TOKENS, 1), 0, None, RingOptions(softcap=task.softcap))
         self._attend_any = attend
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:

@@ -104,6 +104,40 @@ def test_every_cpu_backend_passes_its_self_test(backend, dtype, head_dim):
     assert self_test(backend, dtype=dtype, head_dim=head_dim) is None
 
 
+@pytest.mark.parametrize("name", ["reference", "reference-sparse"])
+def test_capped_scores_are_those_of_autograd_and_a_kernel_that_forgets_them_is_refused(name):
+    kernel, case = named(name), Case(cp=1, seq_len=40)
+    assert self_test(kernel.capped(1.0), dtype=torch.float64) is None
+    forgetful = dataclasses.replace(kernel, softcap=1.0)
+    assert "out" in (self_test(forgetful, dtype=torch.bfloat16) or "")
+    q, k, v, dout = (x.requires_grad_() for x in case.tensors())
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(q.size(2) // k.size(2), 2))
+    scores = (0.3 * torch.tanh(scores / 0.3)).masked_fill(torch.ones(40, 40).triu(1).bool(), -math.inf)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.repeat_interleave(q.size(2) // k.size(2), 2))
+    wanted = [out, *torch.autograd.grad(out, (q, k, v), dout)]
+    mine = REFERENCE.capped(0.3)
+    with torch.no_grad():
+        got, lse = mine.attend(q, k, v, "causal", 1.0)
+        results = [got, *mine.gradients(dout, q, k, v, got, lse, "causal", 1.0)]
+    assert all(relative_error(a, b) < 1e-13 for a, b in zip(results, wanted, strict=True))
+
+
+def test_a_softcap_chooses_a_kernel_that_has_one_or_is_refused_by_name():
+    for cover in ("causal", "mask"):
+        chosen = select("cpu", torch.float32, 32, True, cover=cover, softcap=50.0)
+        assert (chosen.name, chosen.softcap) == ("reference", 50.0)
+    assert select("cpu", torch.float32, 32, True).name == "aten-cpu"
+    with pytest.raises(ValueError, match="backend='aten-cpu' has no softcap, and the model caps its scores at 50"):
+        select("cpu", torch.float32, 32, True, "aten-cpu", softcap=50.0)
+    with pytest.raises(
+        ValueError, match=r"head_dim=32, softcap=50, deterministic=True on cpu: aten-cpu has no softcap"
+    ):
+        select("cpu", torch.float32, 32, True, softcap=50.0, kernels=(ATEN,))
+    flash = named("flash-attn-4").capped(50.0)
+    assert "documents" not in flash.covers, "it has no backward pass of packed documents for them"
+    assert flash.repeatable().backward.keywords == {"softcap": 50.0, "deterministic": True}
+
+
 def _off(factor: float, **kernel: Any) -> Any:
     """`forward` or `backward` with its second result times a factor: lse or dk."""
     ((name, right),) = kernel.items()

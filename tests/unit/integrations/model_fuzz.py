@@ -55,11 +55,10 @@ def types() -> dict[str, Any]:
 
 
 def small(kind: str) -> dict[str, Any]:
-    """The type's own config with small sizes, windows inside the context, and no noise, and no dropout or softcap
-    in its attention. Raises what its class raises."""
+    """The type's own config with small sizes, windows inside the context, and no noise, and no dropout in its
+    attention. Raises what its class raises."""
     plain = json.loads(json.dumps(types()[kind]().to_dict()))
     plain |= {name: 0.0 for name, value in plain.items() if REFUSED_RATES.search(name) and value}
-    plain |= {"attn_logit_softcapping": None} if "attn_logit_softcapping" in plain else {}
     plain |= {name: size for name, size in UNSET.items() if plain.get(name, size) is None}
     plain |= {"num_kv_shared_layers": 0} if "num_kv_shared_layers" in plain else {}
     return reference.shrunk(plain, max(CONTEXT, 1 << 20), NUM_LAYERS, is_dense=False)
@@ -95,7 +94,9 @@ def outcome(plain: dict[str, Any]) -> str:
         base.load_state_dict(modules[0].state_dict())
     sample = reference._sample(1 if reference.has_balancing_loss(ring.config) else 3, ring.vocab_size)
     sample = replace(sample, tokens=sample.tokens[::-1].copy())
-    task = TrainingTask(ring, StdlibText(CONTEXT), STEP, OptimConfig(), pattern=ring.pattern(CONTEXT))
+    task = TrainingTask(
+        ring, StdlibText(CONTEXT), STEP, OptimConfig(), pattern=ring.pattern(CONTEXT), softcap=ring.softcap
+    )
     groups, layout = ThreadRings().groups(2), make_layout("zigzag", CONTEXT, 2)
 
     def work(cp_rank: int) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from elastic_ring import ElasticRingTrainer, OptimConfig, StepConfig
 from elastic_ring.attention.layers import PatternedAttention
 from elastic_ring.attention.layouts.layout import make_layout
+from elastic_ring.attention.options import RingOptions
 from elastic_ring.attention.patterns.families import BigBird
 from elastic_ring.attention.patterns.rules import Window
 from elastic_ring.attention.patterns.sparse import Pattern
@@ -69,6 +71,11 @@ FAMILIES: dict[str, Any] = {
         query_pre_attn_scalar=32,
         final_logit_softcapping=1.0,
     ),
+    "gemma2, capped scores": lambda: T.Gemma2Config(
+        **SMALL, head_dim=16, sliding_window=24, attn_logit_softcapping=0.05, final_logit_softcapping=1.0
+    ),
+    "phi3, long factors": lambda: phi3(original=CONTEXT - 1),
+    "phi3, short factors": lambda: phi3(original=CONTEXT),
     "gemma3": lambda: T.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=24),
     "granite, logits scaled": lambda: T.GraniteConfig(**SMALL, attention_multiplier=0.3, logits_scaling=3.0),
     "llama4 below its floor": lambda: llama4(floor_scale=CONTEXT + 1),
@@ -93,6 +100,13 @@ def llama4(**settings: Any) -> Any:
     )
 
 
+def phi3(original: int) -> Any:
+    """Factors of documents of at most `original` tokens, and of longer ones."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 1.6]}
+    rope |= {"long_factor": [1.5, 2.5, 4.0, 7.0], "original_max_position_embeddings": original}
+    return T.Phi3Config(**SMALL, original_max_position_embeddings=original, rope_parameters=rope)
+
+
 def ministral3(floor: int) -> Any:
     rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": floor}
     return T.Ministral3Config(**SMALL, head_dim=8, rope_parameters={**rope, "llama_4_scaling_beta": 0.1})
@@ -106,8 +120,8 @@ def qwen2_moe(**settings: Any) -> Any:
 def attention_of(model: RingModel) -> Any:
     layout, pattern = make_layout("zigzag", CONTEXT, 1), model.pattern(CONTEXT)
     if pattern is None:
-        return RingAttention(plan(Pattern(), layout), 0, None)
-    return PatternedAttention(pattern, layout, 0, None)
+        return RingAttention(plan(Pattern(), layout), 0, None, RingOptions(softcap=model.softcap))
+    return PatternedAttention(pattern, layout, 0, None, RingOptions(softcap=model.softcap))
 
 
 def filled(model: RingModel) -> Any:
@@ -206,12 +220,12 @@ def test_loss_and_gradient_are_those_of_transformers_own_attention(family: str) 
         assert float(error) < 1e-4, name
 
 
-@pytest.mark.thinned(num=2)
+@pytest.mark.thinned(num=3)
 @pytest.mark.parametrize(
-    "family", ["gemma2, final softcap and scale of its own", "mistral", "llama4 below its floor", "gemma3", "qwen2"]
+    "family", ["gemma2, capped scores", "phi3, long factors", "mistral", "llama4 below its floor", "gemma3", "qwen2"]
 )
 def test_two_sequences_on_a_ring_of_two_have_loss_and_gradient_of_transformers_own_attention(family: str) -> None:
-    """Both in one pass. What the ranks find, summed, is what transformers finds for each sequence alone, summed."""
+    """Both in one pass. What the ranks find, summed, is what transformers finds for each document alone, summed."""
     config = FAMILIES[family]()
     model, layout = ring_model(config, loss_chunk_tokens=24), make_layout("zigzag", CONTEXT, 2)
     task = TrainingTask(
@@ -220,9 +234,10 @@ def test_two_sequences_on_a_ring_of_two_have_loss_and_gradient_of_transformers_o
         StepConfig(context_tokens=CONTEXT),
         OptimConfig(),
         pattern=model.pattern(CONTEXT),
+        softcap=model.softcap,
     )
     ours, groups = [filled(model).train() for _ in range(2)], ThreadRings().groups(2)
-    samples = [Sample(torch.randint(0, 301, (CONTEXT + 1,)).numpy(), (0,)) for _ in range(2)]
+    samples = [Sample(torch.randint(0, 301, (CONTEXT + 1,)).numpy(), starts) for starts in ((0,), (0, 40))]
 
     def work(cp_rank: int) -> torch.Tensor:
         slices = [slice_sample(each, layout, cp_rank, sample_id=0, index_in_batch=0) for each in samples]
@@ -237,12 +252,15 @@ def test_two_sequences_on_a_ring_of_two_have_loss_and_gradient_of_transformers_o
     theirs = T.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).train()
     theirs.load_state_dict(ours[0].state_dict())
     expected = torch.zeros(())
-    for sample in samples:
-        tokens = torch.from_numpy(sample.tokens)
-        expected += F.cross_entropy(theirs(tokens[None, :-1], use_cache=False).logits[0], tokens[1:], reduction="sum")
+    for sample, (start, stop) in [
+        (each, bounds) for each in samples for bounds in pairwise((*each.document_starts, 64))
+    ]:
+        tokens = torch.from_numpy(sample.tokens[start : stop + 1])
+        targets = tokens[1:].masked_fill(torch.arange(start + 1, stop + 1) == sample.document_starts[-1], -100)
+        expected += F.cross_entropy(theirs(tokens[None, :-1], use_cache=False).logits[0], targets, reduction="sum")
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-3)
-    assert int(num_targets) == 2 * CONTEXT
+    assert int(num_targets) == 2 * CONTEXT - 1
     for (name, first), second, other in zip(
         ours[0].named_parameters(), ours[1].parameters(), theirs.parameters(), strict=True
     ):
@@ -322,7 +340,6 @@ def test_windows_in_blocks_keep_the_window_and_at_most_254_tokens_more(window: i
 OPT: dict[str, Any] = {k: v for k, v in SMALL.items() if k not in ("intermediate_size", "num_key_value_heads")}
 OPT |= {"ffn_dim": 64}
 REFUSED: dict[str, tuple[Any, str]] = {
-    "softcap": (lambda: T.Gemma2Config(**SMALL, head_dim=16), r"attn_logit_softcapping=50\.0: .* has no softcap"),
     "router noise": (
         lambda: T.MixtralConfig(**SMALL, router_jitter_noise=0.1),
         r"router_jitter_noise=0\.1: .* a step that runs again must choose the same experts",

@@ -172,7 +172,7 @@ def test_a_start_with_packed_documents_compiles_flex_attention_five_times(monkey
     """Of 24 times that forward and backward, own and fetched keys, each rank and each packing took apart."""
     seen: set[Any] = set()
 
-    def compiled(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, *, or_fail: bool) -> Any:
+    def compiled(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float, *, or_fail: bool) -> Any:
         """Notes what torch.compile guards."""
         lists = (getattr(mask, name) for name in flex._LISTS)
         closure = inspect.getclosurevars(mask.mask_mod).nonlocals.values()

@@ -36,8 +36,10 @@ def _flash2() -> Any:
     return flash_attn_interface
 
 
-def flash2_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float) -> Pair:
-    defaults = {"softcap": 0.0, "alibi_slopes": None, "return_softmax": False}
+def flash2_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, softcap: float = 0.0
+) -> Pair:
+    defaults = {"softcap": softcap, "alibi_slopes": None, "return_softmax": False}
     out, lse = _flash2()._flash_attn_forward(
         q, k, v, 0.0, scale, causal=causal, window_size_left=-1, window_size_right=-1, **defaults
     )[:2]
@@ -51,12 +53,13 @@ def flash2_backward(
     dk: torch.Tensor | None = None,
     dv: torch.Tensor | None = None,
     deterministic: bool = False,
+    softcap: float = 0.0,
 ) -> Grads:
     tensors = native_inputs(inputs)
     q, k, v = tensors[1:4]
     dq = torch.empty_like(q)
     dk, dv = torch.empty_like(k) if dk is None else dk, torch.empty_like(v) if dv is None else dv
-    window, softcap, alibi_slopes = (-1, -1), 0.0, None
+    window, alibi_slopes = (-1, -1), None
     _flash2()._flash_attn_backward(
         *tensors, dq, dk, dv, 0.0, scale, causal, *window, softcap, alibi_slopes, deterministic
     )
@@ -75,10 +78,21 @@ def _flash4() -> Any:
     return interface
 
 
+def _capped(softcap: float) -> dict[str, float]:
+    return {"softcap": softcap} if softcap else {}
+
+
 def flash4_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, documents: Documents | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    documents: Documents | None = None,
+    softcap: float = 0.0,
 ) -> Pair:
-    call = partial(_flash4()._flash_attn_fwd, softmax_scale=scale, causal=causal, return_lse=True)
+    call = partial(_flash4()._flash_attn_fwd, softmax_scale=scale, causal=causal, return_lse=True, **_capped(softcap))
     if documents is not None:
         out, lse = call(q[0], k[0], v[0], **_varlen_arguments(documents))[:2]
         return out[None], lse.t()[None]
@@ -100,9 +114,12 @@ def flash4_backward(
     dv: torch.Tensor | None = None,
     deterministic: bool = False,
     documents: Documents | None = None,
+    softcap: float = 0.0,
 ) -> Grads:
+    """Of scores with a softcap it has no call for packed documents (4.0.0b36)."""
     dout, q, k, v, out, lse = native_inputs(inputs, documents)
-    call = partial(_flash4()._flash_attn_bwd, softmax_scale=scale, causal=causal, deterministic=deterministic)
+    options = {"softmax_scale": scale, "causal": causal, "deterministic": deterministic, **_capped(softcap)}
+    call = partial(_flash4()._flash_attn_bwd, **options)
     if documents is None:
         grads: Grads = call(q, k, v, out, dout, lse, dk=dk, dv=dv)[:3]
         return grads
@@ -155,8 +172,11 @@ def _sparse_arguments(tables: BlockTables, own: BlockLists, full: BlockLists, nu
     return {"block_sparse_tensors": lists, "mask_mod": numbered, "aux_tensors": [numbers, tables.masks.masks]}
 
 
-def sparse_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
+def sparse_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float, softcap: float = 0.0
+) -> Pair:
     arguments = _sparse_arguments(tables, tables.own, tables.full, q.size(2))
+    arguments |= _capped(softcap)
     out, lse = _flash4()._flash_attn_fwd(q, k, v, softmax_scale=scale, return_lse=True, **arguments)[:2]
     return out, lse.transpose(1, 2)
 
@@ -167,9 +187,10 @@ def sparse_backward(
     scale: float,
     dk: torch.Tensor | None = None,
     dv: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Grads:
     dout, q, k, v, out, lse = native_inputs(inputs)
     arguments = _sparse_arguments(tables, tables.own_by_key, tables.full_by_key, q.size(2))
-    call = partial(_flash4()._flash_attn_bwd, softmax_scale=scale, dk=dk, dv=dv, **arguments)
+    call = partial(_flash4()._flash_attn_bwd, softmax_scale=scale, dk=dk, dv=dv, **arguments, **_capped(softcap))
     grads: Grads = call(q, k, v, out, dout, lse)[:3]
     return grads

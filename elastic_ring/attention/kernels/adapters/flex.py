@@ -32,7 +32,13 @@ def _by_token() -> Any:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     def flex_attention_by_token(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any, scale: float, enable_gqa: bool
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        block_mask: Any,
+        scale: float,
+        enable_gqa: bool,
+        score: Any = None,
     ) -> Pair:
         # Not `return_lse`: torch warns of it once, which changes a guard, and the first length would compile again.
         # Transpose inside the compiled function: for an output that is not contiguous, the gradient may be copied to
@@ -41,6 +47,7 @@ def _by_token() -> Any:
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
+            score_mod=score,
             block_mask=block_mask,
             scale=scale,
             enable_gqa=enable_gqa,
@@ -57,7 +64,19 @@ def _compiled(fullgraph: bool) -> Any:
     return torch.compile(_by_token(), dynamic=False, fullgraph=fullgraph)
 
 
-def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scale: float, *, or_fail: bool) -> Pair:
+@lru_cache(maxsize=8)
+def _capped_score(softcap: float) -> Any:
+    """The function of scores; None for no softcap."""
+
+    def capped(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped if softcap else None
+
+
+def masked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scale: float, softcap: float = 0.0, *, or_fail: bool
+) -> Pair:
     """q (B, Sq, H, D), k and v (B, Sk, Hkv, D), a BlockMask or None to out (B, Sq, H, D) and natural-log lse
     (B, Sq, H), fp32, both differentiable.
 
@@ -65,7 +84,7 @@ def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scale: 
     whole score matrix is in memory, and only the mask function applies, which is wrong if the block lists keep less.
     """
     with torch._dynamo.config.patch(recompile_limit=NUM_VARIANTS):
-        out, lse = _compiled(or_fail)(q, k, v, mask, scale, q.size(2) != k.size(2))
+        out, lse = _compiled(or_fail)(q, k, v, mask, scale, q.size(2) != k.size(2), _capped_score(softcap))
     return out, lse.transpose(1, 2)
 
 
@@ -86,16 +105,18 @@ _causal_mask = SizedLRU(
 )
 
 
-def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Pair:
-    return masked(q, k, v, _causal_mask(q.size(1), q.device) if causal else None, scale, or_fail=False)
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, softcap: float) -> Pair:
+    return masked(q, k, v, _causal_mask(q.size(1), q.device) if causal else None, scale, softcap, or_fail=False)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float) -> Pair:
-    return result_of(partial(_run, causal=causal, scale=scale), (q, k, v))
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, softcap: float = 0.0
+) -> Pair:
+    return result_of(partial(_run, causal=causal, scale=scale, softcap=softcap), (q, k, v))
 
 
-def backward(*inputs: torch.Tensor, causal: bool, scale: float) -> Grads:
-    return gradients_of(partial(_run, causal=causal, scale=scale), *inputs)
+def backward(*inputs: torch.Tensor, causal: bool, scale: float, softcap: float = 0.0) -> Grads:
+    return gradients_of(partial(_run, causal=causal, scale=scale, softcap=softcap), *inputs)
 
 
 def result_of(run: Callable[..., Pair], inputs: tuple[torch.Tensor, ...]) -> Pair:
@@ -248,23 +269,27 @@ def _power_of_four(number: int, least: int) -> int:
     return 1 << 2 * -(-(max(number, least) - 1).bit_length() // 2)
 
 
-def _run_sparse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
+def _run_sparse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float, softcap: float
+) -> Pair:
     """As `sparse_forward`, with `out` and `lse` differentiable."""
     padded = []
     for x, num_blocks in zip((q, k, v), (*padded_blocks(tables), padded_blocks(tables)[1]), strict=True):
         missing = num_blocks * BLOCK_TOKENS - x.size(1)
         padded.append(functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x)
     wide_q, wide_k, wide_v = padded
-    out, lse = masked(wide_q, wide_k, wide_v, flex_mask(tables), scale, or_fail=True)
+    out, lse = masked(wide_q, wide_k, wide_v, flex_mask(tables), scale, softcap, or_fail=True)
     return out[:, : q.size(1)], lse[:, : q.size(1)]
 
 
-def sparse_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
-    out, lse = result_of(partial(_run_sparse, tables=tables, scale=scale), (q, k, v))
+def sparse_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float, softcap: float = 0.0
+) -> Pair:
+    out, lse = result_of(partial(_run_sparse, tables=tables, scale=scale, softcap=softcap), (q, k, v))
     if padded_blocks(tables)[0] * BLOCK_TOKENS > q.size(1):  # a layer keeps them, and views would keep the padding
         out, lse = out.clone(), lse.transpose(1, 2).clone().transpose(1, 2)
     return out, lse
 
 
-def sparse_backward(*inputs: torch.Tensor, tables: BlockTables, scale: float) -> Grads:
-    return gradients_of(partial(_run_sparse, tables=tables, scale=scale), *inputs)
+def sparse_backward(*inputs: torch.Tensor, tables: BlockTables, scale: float, softcap: float = 0.0) -> Grads:
+    return gradients_of(partial(_run_sparse, tables=tables, scale=scale, softcap=softcap), *inputs)

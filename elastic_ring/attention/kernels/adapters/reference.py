@@ -15,16 +15,22 @@ from elastic_ring.attention.merge import accumulate_dtype
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, mask: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
 ) -> list[torch.Tensor]:
     """out, lse, dq, dk, dv, in fp64, of one softmax over the keys that `mask` (H or 1, Sq, Sk) bool shows.
 
     Without autograd: the first call may run inside a checkpointed block, which counts the tensors that autograd saves.
     """
     with torch.no_grad():
-        out, lse = forward(q, k, v, causal=False, scale=scale, mask=mask)
+        out, lse = forward(q, k, v, causal=False, scale=scale, mask=mask, softcap=softcap)
         own = lse.masked_fill(lse == -math.inf, math.inf)
-        return [out, lse, *backward(dout, q, k, v, out, own, causal=False, scale=scale, mask=mask)]
+        return [out, lse, *backward(dout, q, k, v, out, own, causal=False, scale=scale, mask=mask, softcap=softcap)]
 
 
 def forward(
@@ -36,13 +42,15 @@ def forward(
     scale: float,
     mask: torch.Tensor | None = None,
     documents: Documents | None = None,
+    softcap: float = 0.0,
 ) -> Pair:
     """q (B, Sq, H, D), k, v (B, Sk, Hkv, D) to out (B, Sq, H, D) and natural-log lse (B, Sq, H), in fp64.
 
-    `mask` (H or 1, Sq, Sk) bool is True where a query sees a key. A query that sees none gets out 0 and lse -inf.
+    `mask` (H or 1, Sq, Sk) bool is True where a query sees a key. A query that sees none gets out 0 and lse -inf. With
+    `softcap` scores s are softcap * tanh(s / softcap) (Gemma 2, arXiv:2408.00118).
     """
     group, mask = q.size(2) // k.size(2), _mask(q, mask, documents)
-    scores = _scores(q, k, causal=causal, scale=scale, mask=mask)
+    scores = _scores(q, k, causal=causal, scale=scale, mask=mask, softcap=softcap)
     lse = torch.logsumexp(scores, dim=-1)
     weights = _weights(scores, lse, mask)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, _expand(v, group))
@@ -55,6 +63,7 @@ def backward(
     scale: float,
     mask: torch.Tensor | None = None,
     documents: Documents | None = None,
+    softcap: float = 0.0,
 ) -> Grads:
     """This tile's contribution to dq, dk, dv, in fp64, from the `out` and `lse` merged over all keys.
 
@@ -65,10 +74,13 @@ def backward(
     dout, q, k, v, out, lse = inputs
     group, mask = q.size(2) // k.size(2), _mask(q, mask, documents)
     dout = dout.double()
-    weights = _weights(_scores(q, k, causal=causal, scale=scale, mask=mask), lse.double().transpose(1, 2), mask)
+    scores = _scores(q, k, causal=causal, scale=scale, mask=mask, softcap=softcap)
+    weights = _weights(scores, lse.double().transpose(1, 2), mask)
     dv = torch.einsum("bhqk,bqhd->bkhd", weights, dout)
     delta = (dout * out.double()).sum(-1).transpose(1, 2).unsqueeze(-1)
     dscores = weights * (torch.einsum("bqhd,bkhd->bhqk", dout, _expand(v, group)) - delta) * scale
+    if softcap:
+        dscores = dscores * (1 - (scores / softcap).square()).masked_fill(scores.isinf(), 0.0)
     dq = torch.einsum("bhqk,bkhd->bqhd", dscores, _expand(k, group))
     dk = torch.einsum("bhqk,bqhd->bkhd", dscores, q.double())
     return dq, dk.unflatten(2, (-1, group)).sum(3), dv.unflatten(2, (-1, group)).sum(3)
@@ -82,8 +94,12 @@ def _mask(q: torch.Tensor, mask: torch.Tensor | None, documents: Documents | Non
     return (number[:, None] == number[None, :])[None]
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, *, causal: bool, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, *, causal: bool, scale: float, mask: torch.Tensor | None, softcap: float
+) -> torch.Tensor:
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), _expand(k, q.size(2) // k.size(2))) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -math.inf)
@@ -138,9 +154,11 @@ def _repeat_tokens(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.repeat_interleave(BLOCK_TOKENS, 1).repeat_interleave(BLOCK_TOKENS, 2)
 
 
-def sparse_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float) -> Pair:
+def sparse_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: BlockTables, scale: float, softcap: float = 0.0
+) -> Pair:
     """As a kernel over tables, for tests on any device."""
-    out, lse = forward(q, k, v, causal=False, scale=scale, mask=seen_by(tables))
+    out, lse = forward(q, k, v, causal=False, scale=scale, mask=seen_by(tables), softcap=softcap)
     return out.to(q.dtype), lse.to(accumulate_dtype(q.dtype))
 
 
@@ -150,8 +168,9 @@ def sparse_backward(
     scale: float,
     dk: torch.Tensor | None = None,
     dv: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Grads:
     _, q, k, v, *_ = inputs
-    grads = backward(*inputs, causal=False, scale=scale, mask=seen_by_key(tables))
+    grads = backward(*inputs, causal=False, scale=scale, mask=seen_by_key(tables), softcap=softcap)
     dq, own_k, own_v = (grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
     return dq, own_k if dk is None else dk.copy_(own_k), own_v if dv is None else dv.copy_(own_v)
