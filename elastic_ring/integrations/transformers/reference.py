@@ -157,7 +157,7 @@ def shrunk(config: Any, context_tokens: int, num_layers: int, *, is_dense: bool)
     return {name: small(name, value) for name, value in config.items()}
 
 
-def _of_small_head(factors: list[float], config: Mapping[str, Any], num_heads: int) -> list[float]:
+def _of_small_head(factors: list[float], config: Any, num_heads: int) -> list[float]:
     """LongRoPE's factors, of which a head has one for each pair of numbers that rotate."""
     of_rope = config.get("qk_rope_head_dim")
     width = of_rope or config.get("head_dim") or config["hidden_size"] // num_heads
