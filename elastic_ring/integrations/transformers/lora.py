@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from elastic_ring.files import few
 from elastic_ring.integrations.transformers.checks import config_of
+from elastic_ring.integrations.transformers.dropout import install_masks
 from elastic_ring.integrations.transformers.layers import expert_modules
 from elastic_ring.integrations.transformers.module import build
 from elastic_ring.integrations.transformers.text_part import TextPart, fitted_weights, read_config
@@ -63,6 +64,7 @@ class Lora:
     use_dora: bool = False
     modules_to_save: tuple[str, ...] = ()
     target_parameters: tuple[str, ...] = ()
+    lora_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if not SMALLEST <= self.r <= LARGEST_RANK:
@@ -71,8 +73,10 @@ class Lora:
             raise ValueError(f"lora alpha={self.alpha}: must be a finite number above 0")
         if not (self.target or self.target_parameters) or (ALL in self.target and len(self.target) > 1):
             raise ValueError(f"lora target={'+'.join(self.target)!r}: must be {ALL}, or names such as q_proj+v_proj")
-        if self.use_dora and self.target_parameters:
-            raise ValueError("lora use_dora with target_parameters: peft has no DoRA of experts; leave one out")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora_dropout={self.lora_dropout}: must be at least 0 and below 1")
+        if (self.use_dora or self.lora_dropout) and self.target_parameters:
+            raise ValueError("lora: peft has neither use_dora nor lora_dropout of target_parameters; leave one out")
 
     @classmethod
     def of(cls, options: Any, model_type: str = "") -> Lora:
@@ -90,7 +94,7 @@ class Lora:
             if name not in (own := cls.__dataclass_fields__) or name in values:
                 raise ValueError(
                     f"lora: '{key}={value}' is none of {', '.join(own)}, each at most once; give {FORM}. Other options "
-                    "of peft, dropout among them, are not for rings"
+                    "of peft are not for rings"
                 )
             values[name] = _value(name, value, str(own[name].type))
         if "r" not in values:
@@ -115,6 +119,7 @@ class Lora:
             use_dora=self.use_dora,
             modules_to_save=list(self.modules_to_save) or None,
             target_parameters=list(self.target_parameters) or None,
+            lora_dropout=self.lora_dropout,
             task_type="CAUSAL_LM",
         )
 
@@ -228,6 +233,8 @@ def adapt(model: nn.Module, lora: Lora) -> None:
             f"{type(model).__name__}, among which are its routers or experts of another rank; give layers of its "
             "attention as target, and its experts by target_parameters=gate_up_proj+down_proj"
         )
+    if lora.lora_dropout:
+        install_masks(model)
     for module in list(model.modules()):
         if isinstance(module, ModulesToSaveWrapper):
             own = module.original_module

@@ -22,7 +22,9 @@ from elastic_ring.cli.settings import parse
 from elastic_ring.data.sampling.order import Order
 from elastic_ring.integrations.ray_train import Zero3Trainer
 from elastic_ring.integrations.transformers import RingModel, export, ring_model
+from elastic_ring.integrations.transformers.reference import _SameMasks
 from elastic_ring.mesh import Mesh
+from elastic_ring.model.dropout import sequence_seed, token_keys
 from elastic_ring.train.optim import learning_rate, make_optimizer
 from elastic_ring.train.passes import compute
 from elastic_ring.train.task import TrainingTask, parts_of
@@ -61,6 +63,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "target_modules": ["q_proj", "down_proj"],
             "use_dora": True,
             "use_rslora": True,
+            "lora_dropout": 0.25,
             "modules_to_save": ["embed_tokens", "lm_head", "input_layernorm"],
         },
     ),
@@ -119,14 +122,16 @@ def plain_loop(
             assert ".lora_A." in name or torch.equal(value, param), "peft begins with the same"
             param.copy_(value)
     optimizer = make_optimizer(list(named.items()), OPTIM, {name: param.dim() for name, param in named.items()})
-    source, losses, gradients = task.data.open(), [], []
+    source, losses, gradients, masks = task.data.open(), [], [], _SameMasks(model)
     order = Order(STEP.seed, STEP.global_batch, source.num_sequences)
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
         total, num_targets = torch.zeros(()), 0
-        for sample_id in order.sample_ids(step):
+        for index, sample_id in enumerate(order.sample_ids(step)):
             tokens = torch.from_numpy(source.read(sample_id).tokens)
-            logits = model(tokens[None, :-1], use_cache=False).logits[0]
+            keys = token_keys((sequence_seed(STEP.seed, step, index),), torch.arange(CONTEXT)[None])
+            with masks.begin(keys):
+                logits = model.train()(tokens[None, :-1], use_cache=False).logits[0]
             total, num_targets = total + F.cross_entropy(logits, tokens[1:], reduction="sum"), num_targets + CONTEXT
         (total / num_targets).backward()
         gradients.append({name: param.grad.clone() for name, param in named.items() if param.grad is not None})
@@ -208,8 +213,9 @@ REFUSED = {
     "r=4,target=lm_head": "target='lm_head': is a table of the vocabulary",
     "r=4,target=all-linear+q_proj": "must be all-linear, or names",
     "r=4,dropout=0.1": "'dropout=0.1' is none of r, alpha, ",
+    "r=4,lora_dropout=1": "lora_dropout=1.0: must be at least 0",
     "r=4,use_dora=yes": "use_dora=yes: is no bool",
-    "r=4,use_dora=true,target_parameters=down_proj": "peft has no DoRA of experts",
+    "r=4,use_dora=true,target_parameters=down_proj": "peft has neither use_dora nor lora_dropout of target_parameters",
     "r=4,target_parameters=q_proj.weight": "must be the end of names of experts' parameters, .* none;",
     "r=4,modules_to_save=mlp": "must be the end of names of modules with weights of their own",
     "r=4,modules_to_save=q_proj": r"and without adapters, .*self_attn\.q_proj",
@@ -227,7 +233,7 @@ def test_adapters_that_mean_nothing_are_refused(folder: Path, lora: str) -> None
         ring_model(folder, lora=lora)
 
 
-ODD = {"lora_dropout": 0.1, "bias": "all", "init_lora_weights": "pissa", "rank_pattern": {"q_proj": 4}}
+ODD = {"bias": "all", "init_lora_weights": "pissa", "rank_pattern": {"q_proj": 4}}
 ODD |= {"task_type": "SEQ_CLS", "target_modules": ".*q_proj"}
 
 
