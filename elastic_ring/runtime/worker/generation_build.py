@@ -21,22 +21,36 @@ from elastic_ring.control.messages import Build, Heal, Resumed, SnapshotId
 from elastic_ring.monitor.stamps import Phase
 from elastic_ring.runtime.gpu.device import empty_cache
 from elastic_ring.runtime.groups.groups import Connector, Groups, Rendezvous, forget_groups
+from elastic_ring.runtime.groups.nccl import has_failed
 from elastic_ring.runtime.groups.transport import LOOPBACK, translated
 from elastic_ring.runtime.notices import LeftOut
 from elastic_ring.runtime.worker.coordinator_client import CommandDetails
 from elastic_ring.runtime.worker.copies import CopyStore
 from elastic_ring.runtime.worker.member_parts import Generation, MemberParts
 from elastic_ring.runtime.worker.saver import Place, open_checkpoint
+from elastic_ring.runtime.worker.training_thread import error_kind, error_text
 from elastic_ring.state import sealed
 from elastic_ring.state.snapshot import named
 from elastic_ring.state.transfer import Link, receive_shard, send_shard
 from elastic_ring.train.memory import MemoryRelief, free_caches
-from elastic_ring.train.startup.check import check_model
+from elastic_ring.train.startup.check import ModelRefused, check_model
 from elastic_ring.train.transaction import Transaction
 
 log = logging.getLogger(__name__)
 
 NAMED = 4096  # so many skipped sequences are named one by one
+
+
+@contextmanager
+def refusing(device: torch.device) -> Iterator[None]:
+    """Turns what model, loss or data raise into ModelRefused: a rebuild is no fresh start and has no check."""
+    try:
+        yield
+    except Exception as error:
+        if error_kind(error, lambda: has_failed(device)) != "user":
+            raise
+        problem = f"a pass of the start-up check raised {type(error).__name__}: {error}"
+        raise ModelRefused(f"{problem}; mend model, loss or data\n{error_text(error)}") from error
 
 
 def prepare(parts: MemberParts, command: Build, details: CommandDetails) -> None:
@@ -117,7 +131,7 @@ class GenerationBuild:
         assert not parts.in_mesh or (state.valid and state.applied == command.step), (state.applied, command.step)
         starts = command.fresh and command.restore is None
         if groups is not None and starts and parts.spec.task.step.check_model:
-            with self._timed("check_s"), translated(connector):
+            with self._timed("check_s"), refusing(parts.lease.device), translated(connector):
                 check_model(state.task, groups, state)
         if groups is not None and (command.copy_holders or command.parity_groups):
             group = connector.host_link("copies", command.members, self._worker)

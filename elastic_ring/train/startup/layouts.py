@@ -137,13 +137,15 @@ def _meta_pass(task: TrainingTask) -> _Traced:
     ended: list[bool] = []
     rows: list[int] = []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int | None = None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int | None = None, sinks: Tensor | None = None) -> Tensor:
         if layer is None:
             unnamed.append(len(calls))
         calls.append((len(calls) if layer is None else layer, q.size(2), k.size(2), q.size(3)))
         return torch.empty_like(q)
 
     attend.documents = lambda positions: (positions, positions)  # type: ignore[attr-defined]  # as a ring's
+    options = RingOptions(softcap=task.softcap, sequence_seeds=(0,))  # dropout needs seeds
+    attend.options = options  # type: ignore[attr-defined]
     with torch.device("meta"), torch.no_grad():
         model = task.model()
         model.register_forward_hook(lambda *_: ended.append(True))
@@ -156,7 +158,7 @@ def _meta_pass(task: TrainingTask) -> _Traced:
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 module.register_forward_pre_hook(looked_up)
-        attention: AttentionFn = attend if task.pattern is None else _TracingAttention(task, attend)
+        attention: AttentionFn = attend if task.pattern is None else _TracingAttention(task, attend, options)
         try:
             loss = copy.deepcopy(task.loss)  # a stateful loss must not see this pass
             loss(model, Batch(tokens, integers, integers, integers.int(), attention))
@@ -171,9 +173,9 @@ def _meta_pass(task: TrainingTask) -> _Traced:
 class _TracingAttention(PatternedAttention):
     """Takes the place of the ring's attention: records which layer calls, and computes nothing."""
 
-    def __init__(self, task: TrainingTask, attend: Callable[..., Tensor]) -> None:
+    def __init__(self, task: TrainingTask, attend: Callable[..., Tensor], options: RingOptions) -> None:
         assert task.pattern is not None
-        super().__init__(task.pattern, contiguous(NUM_PROBE_TOKENS, 1), 0, None, RingOptions(softcap=task.softcap))
+        super().__init__(task.pattern, contiguous(NUM_PROBE_TOKENS, 1), 0, None, options)
         self._attend_any = attend
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:

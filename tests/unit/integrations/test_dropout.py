@@ -4,6 +4,7 @@ transformers would train with them."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from elastic_ring import OptimConfig, StepConfig
 from elastic_ring.attention.layouts.layout import Layout, make_layout, striped
+from elastic_ring.attention.patterns.parse import parse_pattern
 from elastic_ring.data.loader import joined, slice_sample
 from elastic_ring.data.source import StdlibText
 from elastic_ring.integrations.transformers import dropout, ring_model
@@ -18,6 +20,7 @@ from elastic_ring.integrations.transformers.dropout import DropoutMasks, install
 from elastic_ring.model.dropout import dropped, sequence_seed, token_keys
 from elastic_ring.model.init import seed_of
 from elastic_ring.model.loss import language_model_loss
+from elastic_ring.train.startup.layouts import attention_shapes
 from elastic_ring.train.task import TrainingTask, attention_of, batch_of
 from tests.unit.attention.attention_rings import ThreadRings, in_threads
 from tests.unit.integrations.model_fuzz import EQUAL, outcome
@@ -110,6 +113,16 @@ def test_masks_have_the_same_bits_on_any_ring_and_layout_and_when_layers_run_aga
     assert not torch.equal(first[:CONTEXT], first[CONTEXT:]), "two sequences of a pass differ"
     kept = one_pass(layouts[0], recomputes=False, monkeypatch=monkeypatch)[1]
     assert all(torch.equal(a, b) for a, b in zip(alone[1], kept, strict=True))
+
+
+@pytest.mark.parametrize("config_of", [*FAMILIES.values(), lambda: T.GptOssConfig(**{**SMALL, "head_dim": 8})])
+@pytest.mark.parametrize("pattern", ["", "window:16"])
+def test_the_shapes_of_attention_are_known_with_dropout_and_with_sinks(config_of: Any, pattern: str) -> None:
+    config = config_of()
+    heads, step = config.num_attention_heads, StepConfig(context_tokens=CONTEXT)
+    task = TrainingTask(ring_model(config), StdlibText(CONTEXT), step, OptimConfig())
+    shapes = attention_shapes(replace(task, pattern=parse_pattern(pattern) if pattern else None))
+    assert shapes == ((heads, getattr(config, "num_key_value_heads", heads), config.hidden_size // heads),)
 
 
 def test_steps_and_places_in_them_differ_and_validation_drops_nothing() -> None:

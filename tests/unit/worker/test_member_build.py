@@ -6,15 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.messages import Build, Heal
-from elastic_ring.errors import GroupAborted
+from elastic_ring.errors import GroupAborted, PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.runtime.worker import generation_build
 from elastic_ring.runtime.worker.coordinator_client import CommandDetails
 from elastic_ring.runtime.worker.member import Member
 from elastic_ring.runtime.worker.member_parts import Generation, Warmed
+from elastic_ring.train.startup.check import ModelRefused
 
 SURVIVOR, NEWCOMER = "w", "v"
 HEAL = Heal(0, SURVIVOR, (NEWCOMER,))
@@ -124,3 +126,21 @@ def test_a_build_that_breaks_off_raises_and_writes_no_more(monkeypatch: pytest.M
     assert parts.member.parts.generation.groups is parts.groups, (
         "a thread that is left behind in them must not free them"
     )
+
+
+@pytest.mark.parametrize("error", [ValueError("no mask"), PeerFailed("gone"), torch.OutOfMemoryError("full")], ids=repr)
+def test_errors_of_checked_passes_refuse_the_model_but_not_those_of_peers_and_devices(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def check(*_: Any) -> None:
+        raise error
+
+    parts = Parts(monkeypatch, SURVIVOR)
+    parts.member.parts.spec.task.step.check_model = True
+    monkeypatch.setattr(generation_build, "check_model", check)
+    refused = isinstance(error, ValueError)
+    with pytest.raises(ModelRefused if refused else type(error)) as caught:
+        parts.build(fresh=True)
+    if refused:
+        assert caught.value.__cause__ is error
+        assert "check raised ValueError: no mask; mend model" in str(caught.value)
