@@ -30,7 +30,10 @@ MOMENTUM = 0.95
 RMS = 0.2
 """The usual root mean square of an element of AdamW's update (Moonlight)."""
 BUFFER = "momentum_buffer"
-HALVES = ("gate_up", "gate_up_proj")
+HALVES = {"gate_up": "down", "gate_up_proj": "down_proj", "Wi": "Wo", "input_linear": "output_linear"}
+"""Layers with the rows of gate and up one after the other, and the layer after each, which has half as many columns."""
+QKV = {"qkv_proj": "o_proj", "c_attn": "c_proj"}
+"""Layers with the rows of q, k and v one after the other, and the layer after each, with a column for each of q's."""
 _TAG = (1 << 30) + (1 << 21)
 """Larger than the tags of experts' exchanges (`experts.exchange`)."""
 
@@ -54,34 +57,54 @@ def matrix_parts(model: nn.Module, units: Sequence[nn.Module]) -> dict[str, tupl
     """The parameters that Muon updates, in the model's order, each with the rows of its parts.
 
     These are weights of `nn.Linear` within the layers (`units`), and those of experts, which lie in one tensor
-    (experts, rows, columns). Not: routers, embedding tables, the head, vectors. A fused projection is several matrices:
-    `qkv_proj`, and gate and up in one. `query_key_value`, whose rows alternate by head, is taken as one.
+    (experts, rows, columns). Not: routers, embedding tables, the head, vectors. A fused projection whose parts are
+    blocks of rows is several matrices: `QKV` and `HALVES`. All others are one, as where rows alternate by head
+    (`query_key_value`, CodeGen's `qkv_proj`, GPTBigCode's `c_attn` of several heads of keys, MLA's `kv_b_proj`), where
+    the halves are columns (experts of GPT-OSS and Aria), MLA's `kv_a_proj_with_mqa` and LFM2's `in_proj`.
     """
     inside = {param for unit in units for param in unit.parameters() if param.requires_grad}
     parts: dict[str, tuple[int, ...]] = {}
     for name, param in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
-        if param not in inside or "router" in f"{path}.{type(owner).__name__}".lower() or min(param.shape[-2:]) == 1:
+        if param not in inside or min(param.shape[-2:]) == 1 or _is_router(model, path, param.shape[0]):
             continue
         above, _, own = path.rpartition(".")
-        parent = model.get_submodule(above)
-        if param.dim() == 2 and isinstance(owner, nn.Linear) and not (own == "gate" and hasattr(parent, "experts")):
-            parts[name] = _rows_of_parts(own, param, getattr(getattr(parent, "o_proj", None), "weight", None))
+        if param.dim() == 2 and isinstance(owner, nn.Linear):
+            parts[name] = _rows_of_parts(own, param, model.get_submodule(above))
         elif param.dim() == 3 and "expert" in type(owner).__name__.lower():
-            down = getattr(owner, "down", getattr(owner, "down_proj", None))
-            has_halves = leaf in HALVES and down is not None and 2 * down.shape[-1] == param.shape[1]
-            parts[name] = (param.shape[1] // 2,) * 2 if has_halves else (param.shape[1],)
+            parts[name] = _rows_of_parts(leaf, param, owner)
     return parts
 
 
-def _rows_of_parts(name: str, weight: Tensor, output: Tensor | None) -> tuple[int, ...]:
-    """Of a linear layer; `output`: the weight of attention's last projection, with a column for each of q's rows."""
-    num_rows = weight.shape[0]
-    if name == "qkv_proj" and output is not None:
-        inner = output.shape[1]
-        return inner, (num_rows - inner) // 2, (num_rows - inner) // 2
-    return (num_rows // 2,) * 2 if name in HALVES else (num_rows,)
+def _is_router(model: nn.Module, path: str, num_rows: int) -> bool:
+    """Whether a module is a router by its name, lies in a `gate` beside experts, or has a row for each of these."""
+    names = path.split(".")
+    if "router" in f"{path}.{type(model.get_submodule(path)).__name__}".lower():
+        return True
+    for depth, name in enumerate(names):
+        experts = getattr(model.get_submodule(".".join(names[:depth])), "experts", None)
+        if not isinstance(experts, nn.Module) or name == "experts":
+            continue
+        stacked = (param.shape[0] for param in experts.parameters() if param.dim() == 3)
+        number = len(experts) if isinstance(experts, nn.ModuleList) else next(stacked, 0)
+        if name == "gate" or (depth == len(names) - 1 and num_rows == number):
+            return True
+    return False
+
+
+def _rows_of_parts(name: str, weight: Tensor, parent: nn.Module) -> tuple[int, ...]:
+    """Of a linear layer or experts' tensor called `name` in `parent`."""
+    num_rows = weight.shape[-2]
+    following = getattr(parent, HALVES.get(name, QKV.get(name, "")), None)
+    following = getattr(following, "weight", following)
+    if not isinstance(following, Tensor):
+        return (num_rows,)
+    inner = following.shape[-1]
+    if name in HALVES:
+        return (inner, inner) if 2 * inner == num_rows else (num_rows,)
+    alternates = name == "c_attn" and num_rows == 3 * inner
+    return (num_rows,) if alternates or num_rows <= inner else (inner, *((num_rows - inner) // 2,) * 2)
 
 
 @dataclass(frozen=True)
@@ -268,7 +291,7 @@ class Muon(torch.optim.AdamW):
     _names: Mapping[Tensor, str]
 
     def take(self, update: Update, params: Mapping[str, Tensor]) -> None:
-        """The update for the next step, of these parameters by name."""
+        """The update for the next step, of these parameters by name; neither is kept after it."""
         self.update, self._names = update, {param: name for name, param in params.items()}
 
     @torch.no_grad()
@@ -277,17 +300,19 @@ class Muon(torch.optim.AdamW):
         self.param_groups = [group for group in groups if not group.get("muon")]
         try:
             super().step(closure)
+            for group, param in ((each, param) for each in groups if each.get("muon") for param in each["params"]):
+                self._move(group, param)
         finally:
-            self.param_groups = groups
-        for group, param in ((each, param) for each in groups if each.get("muon") for param in each["params"]):
-            assert self.update is not None
-            name, rate, state = self._names[param], group["lr"], self.state[param]
-            if BUFFER not in state:
-                state[BUFFER] = torch.zeros_like(param)
-            state[BUFFER].lerp_(param.grad, 1 - MOMENTUM)
-            param.mul_(1 - rate * group["weight_decay"])
-            rows = self.update.rows[name]
-            values = param.view(-1, rows.size(-1))
-            for piece, scale in self.update.pieces[name]:
-                values[piece].add_(rows[piece], alpha=-rate * scale)
-        self.update = None
+            self.param_groups, self.update, self._names = groups, None, {}
+
+    def _move(self, group: Mapping[str, Any], param: Tensor) -> None:
+        assert self.update is not None
+        name, rate, state = self._names[param], group["lr"], self.state[param]
+        if BUFFER not in state:
+            state[BUFFER] = torch.zeros_like(param)
+        state[BUFFER].lerp_(param.grad, 1 - MOMENTUM)
+        param.mul_(1 - rate * group["weight_decay"])
+        rows = self.update.rows[name]
+        values = param.view(-1, rows.size(-1))
+        for piece, scale in self.update.pieces[name]:
+            values[piece].add_(rows[piece], alpha=-rate * scale)

@@ -39,7 +39,7 @@ from elastic_ring.train.passes import DIGITS, BitFlips, Local, checksum, compute
 from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.startup.layouts import Layouts
 from elastic_ring.train.task import TrainingTask
-from elastic_ring.train.update import divide, exchange_update, repeat_update
+from elastic_ring.train.update import divide, exchange_update, other_matrices, repeat_update
 from elastic_ring.train.vote import (
     NOTHING,
     Ballot,
@@ -256,12 +256,19 @@ class Transaction:
 
     def restore(self, reader: Reader) -> None:
         """First values from a checkpoint of any mesh. Raises CheckpointDamaged, StorageFailed, and ModelRefused if it
-        has a parameter that the model has not, as the second name of a tied weight."""
+        has a parameter that the model has not, as the second name of a tied weight, or other matrices of Muon's."""
         assert self.shard is not None
         if more := reader.unknown(self.shard.params):
             raise ModelRefused(
                 f"checkpoint {reader.manifest.folder} has {more[0]}, and the model has no parameter of that name: give "
                 "the model with which it was written, or the run another name"
+            )
+        division = self.now.division
+        if division is not None and (other := other_matrices(reader.manifest.meta, division)):
+            raise ModelRefused(
+                f"checkpoint {reader.manifest.folder} has {other[0]} trained by "
+                f"{'AdamW, and it is Muon' if other[0] in division.columns else 'Muon, and it is AdamW'}'s now: give "
+                "the units= with which it was written, or the run another name"
             )
         with self.filling():
             reader.fill(self.shard, self.now.mesh.cp)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from elastic_ring.errors import PeerFailed
+from elastic_ring.state.header import ShardMeta
 from elastic_ring.train.muon import Division, Party, UpdateRun, matrix_parts
 from elastic_ring.train.task import TrainingTask
 from elastic_ring.train.vote import Outcome
@@ -32,6 +33,12 @@ def divide(task: TrainingTask, model: nn.Module, units: Sequence[nn.Module], cp:
     return Division(trained_shapes(model, task.frozen), parts, cp) if parts else None
 
 
+def other_matrices(meta: ShardMeta, division: Division) -> list[str]:
+    """Names of stored parameters that were Muon's and are not, or are and were not: `units` decides it."""
+    stored = [(str(name), bool(group.get("muon"))) for group in meta.groups for name in group["params"]]  # type: ignore[union-attr]
+    return sorted(name for name, is_matrix in stored if is_matrix != (name in division.columns))
+
+
 def exchange_update(state: Transaction, outcome: Outcome) -> None:
     """Muon's update of a step, inside each ring; returns once all ranks have theirs. Raises as its exchanges."""
     if state.now.division is None or outcome.skip:
@@ -45,8 +52,8 @@ def repeat_update(state: Transaction, outcome: Outcome, *, is_behind: bool, in_m
     update again.
 
     A ring with a newcomer lacks its gradient: then the ranks of all rings compute together, in host memory's group.
-    Raises PeerFailed if they do not hold each cp_rank, and outside of the mesh; the shards of those behind are not
-    valid after it.
+    Raises PeerFailed if they do not hold each cp_rank, and outside of the mesh; the shards of those that lack rows are
+    not valid after it, and are healed by those that have theirs.
     """
     held = state.held
     own = ABSENT if not is_behind else LACKS_ROWS if held.update is None else HAS_ROWS
@@ -62,7 +69,7 @@ def repeat_update(state: Transaction, outcome: Outcome, *, is_behind: bool, in_m
     ranks = tuple(rank for rank, status in enumerate(statuses) if status != ABSENT)
     cp_ranks = tuple(now.mesh.coordinate(rank).cp_rank for rank in ranks)
     if missing := set(range(now.mesh.cp)) - set(cp_ranks):
-        held.filled = held.filled and not is_behind
+        held.filled = held.filled and own != LACKS_ROWS
         raise PeerFailed(f"no rank of the mesh has cp_rank {min(missing)}'s gradient of step {outcome.vote.step}")
     rings = [set(now.mesh.ring(dp_rank)) for dp_rank in range(now.mesh.dp)]
     if is_behind and all(ring <= {*ranks} or ring.isdisjoint(ranks) for ring in rings):

@@ -275,6 +275,16 @@ def largest_list(model: nn.Module) -> Sequence[nn.Module]:
     return list(largest)
 
 
+def _other_list(model: nn.Module) -> str:
+    """The name of a `ModuleList` outside of the largest with layers of the same kind, or an empty text."""
+    layers = largest_list(model)
+    kinds, inside = {type(layer) for layer in layers}, {id(each) for layer in layers for each in layer.modules()}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and any(type(each) in kinds and id(each) not in inside for each in module):
+            return path
+    return ""
+
+
 def check_buildable(task: TrainingTask) -> None:
     """Build the model once on the meta device. Raises ValueError if that fails or a parameter is unsupported."""
     try:
@@ -319,6 +329,12 @@ def check_own_optimizer(task: TrainingTask) -> None:
         if task.optimizer is not None or not matrix_parts(model, (task.units or largest_list)(model)):
             reason = "optimizer= gives one of your own" if task.optimizer else "no layer has an nn.Linear or experts"
             raise ValueError(f"OptimConfig optimizer='muon': {reason}: leave it out")
+        if task.units is None and (path := _other_list(model)):
+            kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+            raise ValueError(
+                f"OptimConfig optimizer='muon': {kind} has a second list of layers, {path}, and Muon would train one "
+                "of them: give units=, a function to all layers, or optimizer='adamw'"
+            )
     if task.optimizer is None:
         return
     params = [(name, param.detach()) for name, param in meta_model(task).named_parameters() if param.requires_grad]

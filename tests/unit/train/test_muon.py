@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import time
+import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,11 +25,13 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from elastic_ring.config import RunConfig, ScalingConfig
 from elastic_ring.control.messages import Vote
 from elastic_ring.data.sampling.order import Order
+from elastic_ring.errors import PeerFailed
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.transformer import Transformer
 from elastic_ring.runtime.driver.task_checks import check_settings
 from elastic_ring.runtime.groups.groups import Rendezvous
 from elastic_ring.state.checkpoints.manifest import rows_of
+from elastic_ring.state.header import Counters, ShardMeta
 from elastic_ring.state.shard import Shard
 from elastic_ring.train import update
 from elastic_ring.train.muon import (
@@ -39,6 +46,7 @@ from elastic_ring.train.muon import (
     newton_schulz,
 )
 from elastic_ring.train.optim import BALANCE_SCALE, SIGN_EPS, learning_rate, make_optimizer
+from elastic_ring.train.startup.check import ModelRefused
 from elastic_ring.train.task import TrainingTask, parts_of
 from elastic_ring.train.wrap import check_own_optimizer, largest_list
 from tests.unit.groups.processes import Membership, connect, membership
@@ -238,16 +246,31 @@ def vote_of_step_1(me: Any) -> Vote:
     return held.last if held.unapplied is None else held.unapplied.vote
 
 
-def digests_after(four: Membership, breaking: int, newcomers: tuple[int, ...] = ()) -> list[str]:
-    """Each rank's digest after step 1, which breaks off on one rank and is rolled forward in the next generation, where
-    some ranks are newcomers; those are left out."""
+def gets_rows(me: Any) -> bool:
+    """Whether this rank's update ends within some seconds."""
+    end = time.monotonic() + 20.0
+    while me.state.held.update is None and time.monotonic() < end:
+        time.sleep(0.01)
+    return me.state.held.update is not None
+
+
+def vote_after(four: Membership, breaking: int, updated: tuple[int, ...] = ()) -> Vote:
+    """Of step 1, which breaks off on one rank; these others have their rows by then."""
     for rank in range(4):
         four.start(rank, break_off, 2)
     assert four.result(breaking) == "Broken"
+    assert all(four.now(rank, gets_rows) for rank in updated)
     assert all(four.now(rank, abort_until_paused) for rank in range(4))
     assert {four.result(rank) for rank in range(4) if rank != breaking} == {"GroupAborted"}
-    vote, where = four.call(breaking, vote_of_step_1), four.meeting()
+    vote: Vote = four.call(breaking, vote_of_step_1)
     assert vote.step == 1
+    return vote
+
+
+def digests_after(four: Membership, breaking: int, newcomers: tuple[int, ...] = ()) -> list[str]:
+    """Each rank's digest after step 1, which breaks off on one rank and is rolled forward in the next generation, where
+    some ranks are newcomers; those are left out."""
+    vote, where = vote_after(four, breaking), four.meeting()
     for rank in range(4):
         four.start(rank, partial(rebuild, keep=rank not in newcomers), where, SQUARE)
         four.start(rank, partial(roll_forward, holds=rank not in newcomers), vote)
@@ -284,6 +307,46 @@ def test_a_rank_that_has_its_rows_applies_them_when_the_others_have_gone_on(
     assert digests_after(four, 3) == [fact["digest"] for fact in calm]
 
 
+def test_a_rank_with_its_rows_stays_valid_where_the_update_cannot_be_repeated(
+    four: Membership, calm: list[dict[str, Any]]
+) -> None:
+    """Ring 1 has its rows, ring 0 not, and the new mesh has no gradient of cp_rank 1: rank 2 applies all the same."""
+    four.all(begin, four.meeting(), SQUARE, make_task(optim=MUON))
+    four.call(1, plan_break, "update", 1, 2)
+    vote = vote_after(four, 1, updated=(2,))
+    for holders, failed in (((0, 2), True), ((2,), False)):
+        where = four.meeting()
+        for rank in range(4):
+            four.start(rank, partial(rebuild, keep=rank in holders), where, SQUARE)
+            four.start(rank, partial(roll_forward, holds=rank in holders), vote)
+        for rank in range(4):
+            four.result(rank)
+        for rank in range(4):
+            with pytest.raises(PeerFailed, match="no rank of the mesh has cp_rank 1") if failed else nullcontext():
+                four.result(rank)
+        found = four.all(facts)
+        assert [found[rank]["valid"] for rank in (0, 2)] == [False, True]
+    assert found[2]["applied"] == 2
+    assert found[2]["digest"] == calm[2]["digest"]
+
+
+def test_no_parameter_of_the_last_generation_is_kept_after_a_step() -> None:
+    named = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    optimizer = make_optimizer(
+        list(named.items()), MUON, {name: len(shape) for name, shape in SHAPES.items()}, None, PARTS
+    )
+    assert isinstance(optimizer, Muon)
+    shard, party = Shard(0, named, optimizer), Party(None, 0, (0,), torch.device("cpu"))
+    gradients = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    optimizer.take(UpdateRun(Division(SHAPES, PARTS, 1), shard, gradients, 1.0, party).run(0, lambda _: None), named)
+    shard.apply(gradients, 1e-2)
+    old = [weakref.ref(param) for param in named.values()]
+    shard.rebind({name: torch.empty_like(param) for name, param in named.items()})
+    named.clear()
+    gc.collect()
+    assert [ref() for ref in old] == [None] * len(SHAPES)
+
+
 # ------------------------------------------------------------ whose matrices
 
 
@@ -297,6 +360,10 @@ def test_routers_tables_head_norms_and_biases_are_no_matrices_and_experts_halves
     assert others == {*tables, "attention_norm.weight", "ffn_norm.weight", "ffn.router.weight", "ffn.balance_bias"}
 
 
+SHARED = {"num_local_experts": 4, "shared_intermediate_size": 48}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings", "expected"),
@@ -304,18 +371,72 @@ def test_routers_tables_head_norms_and_biases_are_no_matrices_and_experts_halves
         ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 8}, {"mlp.gate.weight": None}),
         ("mixtral", {"num_local_experts": 4}, {"mlp.gate.weight": None, "mlp.experts.gate_up_proj": (48, 48)}),
         ("gpt_oss", {"num_local_experts": 4}, {"mlp.router.weight": None, "mlp.experts.gate_up_proj": (32,)}),
+        ("hunyuan_v1_moe", {"num_experts": 4}, {"mlp.gate.wg.weight": None, "mlp.experts.gate_up_proj": (48, 48)}),
+        ("granitemoeshared", SHARED, {"shared_mlp.input_linear.weight": (48, 48)}),
+        ("deepseek_v3", LATENT, {"self_attn.kv_b_proj.weight": (64,), "mlp.gate_proj.weight": (48,)}),
+        ("modernbert-decoder", {"pad_token_id": 0}, {"mlp.Wi.weight": (48, 48)}),
+        ("gpt_bigcode", {"n_embd": 32, "n_head": 4, "n_layer": 2}, {"attn.c_attn.weight": (32, 8, 8)}),
+        ("gpt_bigcode", {"n_embd": 32, "n_head": 4, "multi_query": False}, {"attn.c_attn.weight": (96,)}),
+        ("codegen", {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 8}, {"attn.qkv_proj.weight": (96,)}),
         ("llama", {}, {"mlp.gate_proj.weight": (48,), "input_layernorm.weight": None}),
     ],
 )
-def test_routers_of_folders_are_no_matrices(kind: str, settings: dict[str, int], expected: dict[str, Any]) -> None:
+def test_matrices_of_folders(kind: str, settings: dict[str, int], expected: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.CONFIG_MAPPING[kind](**sizes, num_key_value_heads=2, head_dim=8, vocab_size=64, **settings)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     parts = matrix_parts(model, largest_list(model))
-    assert {name: parts.get(f"model.layers.1.{name}") for name in expected} == expected
+    layer = "transformer.h" if "n_embd" in settings else "model.layers"
+    assert {name: parts.get(f"{layer}.1.{name}") for name in expected} == expected
     assert not any(table in name for name in parts for table in ("embed", "lm_head"))
+
+
+class Routed(nn.Module):
+    """Routers by other names than usual: with a row for each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.scores, self.shared = nn.Linear(8, 4), nn.Linear(8, 6)
+        self.gate = nn.Sequential(nn.Linear(8, 5))
+
+
+def test_a_linear_layer_with_a_row_for_each_expert_or_in_their_gate_is_a_router() -> None:
+    assert [*matrix_parts(routed := Routed(), [routed])] == [
+        *(f"experts.{k}.weight" for k in range(4)),
+        "shared.weight",
+    ]
+
+
+class TwoLists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = (nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(2))
+
+
+def upper_layer(model: Any) -> list[nn.Module]:
+    return [model.blocks[-1]]
+
+
+def refusal_of_other_units(me: Any, where: Rendezvous, folder: str) -> str:
+    """Of a checkpoint whose Muon had all layers, by a run whose Muon has the last."""
+    begin(me, where, Mesh(1, 1), make_task(optim=MUON, units=upper_layer))
+    names = [name for name, _ in me.state.now.model.named_parameters()]
+    groups: Any = ({"muon": True, "params": [name for name in names if "blocks" in name and "norm" not in name]},)
+    meta = ShardMeta(Counters(), groups, {})
+    reader: Any = SimpleNamespace(unknown=lambda _: [], manifest=SimpleNamespace(folder=folder, meta=meta))
+    try:
+        me.state.restore(reader)
+    except ModelRefused as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_with_other_matrices_of_muons_is_refused_by_name(four: Membership) -> None:
+    refusal = four.call(0, refusal_of_other_units, four.meeting(), "step_2")
+    assert re.search(r"step_2 has blocks.0\S+ trained by Muon, and it is AdamW's now: give the units=", refusal)
 
 
 def test_muon_without_matrices_and_beside_what_it_cannot_do_is_refused() -> None:
@@ -323,6 +444,7 @@ def test_muon_without_matrices_and_beside_what_it_cannot_do_is_refused() -> None
     for changed, reason in (
         (replace(task, model=partial(nn.Linear, 3, 4)), "no layer has an nn.Linear"),
         (replace(task, optimizer=momentum), "gives one of your own"),
+        (replace(task, model=TwoLists), "TwoLists has a second list of layers, high, .* optimizer='adamw'"),
     ):
         with pytest.raises(ValueError, match=f"optimizer='muon': .*{reason}"):
             check_own_optimizer(changed)
