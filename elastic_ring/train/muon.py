@@ -301,17 +301,17 @@ class Muon(torch.optim.AdamW):
         try:
             super().step(closure)
             for group, param in ((each, param) for each in groups if each.get("muon") for param in each["params"]):
-                self._move(group, param)
+                self._move(param, group["lr"], group["weight_decay"])
         finally:
             self.param_groups, self.update, self._names = groups, None, {}
 
-    def _move(self, group: Mapping[str, Any], param: Tensor) -> None:
+    def _move(self, param: Tensor, rate: float, decay: float) -> None:
         assert self.update is not None
-        name, rate, state = self._names[param], group["lr"], self.state[param]
+        name, state = self._names[param], self.state[param]
         if BUFFER not in state:
             state[BUFFER] = torch.zeros_like(param)
         state[BUFFER].lerp_(param.grad, 1 - MOMENTUM)
-        param.mul_(1 - rate * group["weight_decay"])
+        param.mul_(1 - rate * decay)
         rows = self.update.rows[name]
         values = param.view(-1, rows.size(-1))
         for piece, scale in self.update.pieces[name]:
