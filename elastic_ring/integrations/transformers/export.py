@@ -110,9 +110,13 @@ def export(
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={str(out)!r} is not an empty folder: give a new one")
-    checkpoint = None if step is None and not best else CheckpointWeights.open(where, step)
     with RunRecords(where) as records:
-        trained = _Trained.read(records.look(), checkpoint, base_model)
+        folder = records.look()
+        recorded = read_object(folder / CONFIG_NAME, "give a run's folder")
+        checkpoint = None if step is None and not best else CheckpointWeights.open(where, step)
+        trained = _Trained.read(folder, recorded, checkpoint, base_model)
+    if checkpoint is not None and checkpoint.branch:
+        log.warning("step %d is of %s", checkpoint.step, checkpoint.branch)
     dtype, tokenizer = dtype or trained.dtype, str(tokenizer or trained.tokenizer)
     plain, lost = with_pattern(trained.config, trained.pattern, trained.context_tokens, allow_dense=allow_dense)
     _check_tokenizer(tokenizer, plain["vocab_size"])
@@ -201,20 +205,18 @@ class _Trained:
     adapters: TrainedAdapters | None = None
 
     @classmethod
-    def read(cls, folder: Path, checkpoint: CheckpointWeights | None, base_model: str | None) -> _Trained:
+    def read(
+        cls, folder: Path, recorded: Any, checkpoint: CheckpointWeights | None, base_model: str | None
+    ) -> _Trained:
         """Raises ValueError for a run whose model is neither the built-in decoder nor one of transformers,
         RecordDamaged."""
-        recorded = read_object(folder / CONFIG_NAME, "give a run's folder")
         own = read_object(folder / CONFIG_FILE, "export needs it") if (folder / CONFIG_FILE).exists() else None
         with as_written(str(folder / (CONFIG_NAME if own is None else CONFIG_FILE))):
             step = recorded["step"]
             pattern = str(recorded.get("pattern") or "")
             context, dtype = int(step["context_tokens"]), str(step["param_dtype"])
-            rows = (
-                training_rows(folder, recorded, None)
-                if checkpoint is None
-                else training_rows(folder, recorded, checkpoint.step, has_losses=checkpoint.is_of_newest_lineage)
-            )
+            place = (None, "") if checkpoint is None else (checkpoint.step, checkpoint.branch)
+            rows = training_rows(folder, recorded, *place)
             if own is not None:
                 kept = {name: tuple(map(float, values)) for name, values in own.get("buffers", {}).items()}
                 config, folder_of_base, adapters = dict(own["config"]), str(own["folder"]), TrainedAdapters.of(own)

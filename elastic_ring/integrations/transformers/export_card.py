@@ -5,6 +5,7 @@ Of folders on this machine it has the last parts only, as it may be published.
 
 from __future__ import annotations
 
+import html
 import json
 import logging
 import re
@@ -20,42 +21,50 @@ from elastic_ring.monitor.metrics_log import STANDING, StepTable
 
 log = logging.getLogger(__name__)
 
-RATES = ("peak_lr", "min_lr", "schedule", "warmup_steps", "weight_decay", "betas", "eps", "clip_norm")
+RATES = ("peak_lr", "min_lr", "schedule", "warmup_steps")
+ADAMW = ("weight_decay", "betas", "eps")
 
 Rows = Sequence[tuple[str, str]]
 
 
 def base_name(folder: str) -> str:
-    """The hub's name of a folder in its cache; of another folder the last part."""
+    """The hub's name of a folder in its cache; of another folder ./ and its last part: no name of the hub's."""
     hub = re.search(r"models--([\w.-]+)/snapshots/", folder)
-    return hub[1].replace("--", "/") if hub else printable(PurePath(folder).name)
+    return hub[1].replace("--", "/") if hub else f"./{printable(PurePath(folder).name)}"
 
 
-def training_rows(folder: Path, recorded: Any, num_steps: int | None, *, has_losses: bool = True) -> Rows:
-    """What a run's records in `folder`, its config among them, say of its first `num_steps` steps; None: of all.
+def training_rows(folder: Path, recorded: Any, num_steps: int | None, branch: str = "") -> Rows:
+    """What a run's records in `folder`, its config among them, say of its first `num_steps` steps; None: of all that
+    its summary counts. `branch`: why the lines of these steps may be another branch's.
 
-    Without `has_losses` the lines of these steps are of another branch of the run. Raises LookupError, TypeError or
-    ValueError for a config that no run writes.
+    Raises LookupError, TypeError or ValueError for a config that no run writes.
     """
     step, optim, identity = recorded["step"], recorded["optim"], recorded.get("identity", {})
-    last = int((readable_json(folder / SUMMARY_NAME) or step)["steps"]) if num_steps is None else num_steps
+    summary = readable_json(folder / SUMMARY_NAME)
+    last = int(summary["steps"]) if num_steps is None and summary else num_steps
     batch, context = int(step["global_batch"]), int(step["context_tokens"])
     rows = [("data", _data(recorded["data"]))] if recorded.get("data") else []
-    rows += [
-        ("steps", f"{last:,} of {int(step['steps']):,}, each of {batch:,} sequences of {context:,} tokens"),
-        ("tokens", f"{last * batch * context:,}"),
-        *(_losses(folder / METRICS_NAME, last) if has_losses else ()),
-        ("computed in", str(step["param_dtype"])),
-    ]
-    own = str(identity.get("optimizer", "None"))
-    name = str(optim.get("optimizer", "adamw")) if own == "None" else "one of the run's own"
-    rates = RATES if "lr_schedule" not in identity else RATES[4:]  # that of the run's own is not in `optim`
-    rows.append(("optimizer", ", ".join([name, *(f"{rate}={optim[rate]}" for rate in rates if rate in optim)])))
-    return [(name, printable(cut(value, 400)).replace("|", "\\|")) for name, value in rows]
+    rows += [("branch", branch)] if branch else []
+    if last is not None:
+        rows += [
+            ("steps", f"{last:,} of {int(step['steps']):,}, each of {batch:,} sequences of {context:,} tokens"),
+            ("tokens", f"{last * batch * context:,}"),
+            *(_losses(folder / METRICS_NAME, last) if not branch else ()),
+        ]
+    rows.append(("computed in", str(step["param_dtype"])))
+    if "optimizer" in identity:  # DeepSpeed's is in its own config
+        is_own = str(identity["optimizer"]) != "None"
+        name = "one of the run's own" if is_own else str(optim.get("optimizer", "adamw"))
+        rates = [*(RATES if "lr_schedule" not in identity else ()), "clip_norm", *(() if is_own else ADAMW)]
+        rows.append(("optimizer", ", ".join([name, *(f"{rate}={optim[rate]}" for rate in rates if rate in optim)])))
+    return [(name, html.escape(printable(cut(value, 400)), quote=False).replace("|", "\\|")) for name, value in rows]
 
 
 def _data(data: Any) -> str:
-    paths = [PurePath(str(path)) for path in (data.get("uri"), *data.get("paths", ())) if path]
+    """Of a user's own source the name alone, if its fields are no places."""
+    places = data.get("paths")
+    places = [data.get("uri"), *(places if isinstance(places, (list, tuple)) else ())]
+    paths = [PurePath(place) for place in places if isinstance(place, str) and place]
     names = [path.parent.name if path.name == "manifest.json" else path.name for path in paths]
     return " ".join([str(data["source"]), ", ".join(names)]).rstrip()
 
@@ -68,7 +77,7 @@ def _losses(path: Path, num_steps: int) -> Rows:
             last = num_steps - 1
             line = next(table.lines(max(0, last)), None)
             if line is not None and line["step"] == last:
-                rows.append(("training loss", f"{_number(line.get('loss'))} at the last step"))
+                rows.append(("training loss", f"{_number(line.get('loss'))} after step {num_steps:,}"))
             at = table.rows.last(num_steps, lambda rows: rows["validated"] == STANDING)
             if at >= 0:
                 values = table.record(at, table.rows.get(at, at + 1)[0], "validation").items()
@@ -86,16 +95,17 @@ def _number(value: object) -> str:
 def write_card(out: Path, title: str, rows: Rows, *, base: str, adapters: bool = False) -> None:
     """Write README.md into the folder `out` of a model, or of `adapters` above `base`. `base`: "" for none."""
     tags = ["elastic-ring", *(["lora"] if adapters else [])]
-    front = [f"base_model: {json.dumps(base)}"] if base else []
+    front = [f"base_model: {json.dumps(base)}"] if base and not base.startswith(".") else []
     front += [f"library_name: {'peft' if adapters else 'transformers'}", "pipeline_tag: text-generation", "tags:"]
-    loads = [f'model = AutoModelForCausalLM.from_pretrained("{base if adapters else out.name}")']
+    name = out.resolve().name
+    loads = [f"model = AutoModelForCausalLM.from_pretrained({json.dumps(base if adapters else name)})"]
     imported = "AutoModelForCausalLM"
     if adapters:
-        loads.append(f'model = PeftModel.from_pretrained(model, "{out.name}")')
+        loads.append(f"model = PeftModel.from_pretrained(model, {json.dumps(name)})")
     if (out / "tokenizer_config.json").is_file():
         imported += ", AutoTokenizer"
-        loads.append(f'tokenizer = AutoTokenizer.from_pretrained("{out.name}")')
-    lines = ["---", *front, *(f"- {tag}" for tag in tags), "---", "", f"# {out.name}", "", f"{title}.", ""]
+        loads.append(f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)})")
+    lines = ["---", *front, *(f"- {tag}" for tag in tags), "---", "", f"# {html.escape(name)}", "", f"{title}.", ""]
     lines += ["| training | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), "", "```python"]
     lines += ["from peft import PeftModel"] if adapters else []
     lines += [f"from transformers import {imported}", "", *loads, "```", ""]

@@ -25,9 +25,7 @@ from elastic_ring.monitor.metrics import CheckpointEvent, ResumePoint
 from elastic_ring.runtime.agent.messages import Said
 from elastic_ring.runtime.coordinator.inbox import CheckpointCounts, CheckpointFailed, CheckpointsListed, Put
 from elastic_ring.runtime.coordinator.resume import (
-    LINEAGES,
     Resume,
-    lineage_name,
     lineage_of,
     scan_checkpoints,
     shortened,
@@ -35,8 +33,17 @@ from elastic_ring.runtime.coordinator.resume import (
 )
 from elastic_ring.runtime.notices import CheckpointLeftOut, CheckpointPart
 from elastic_ring.state.checkpoints.checkpoint import commit, committed, set_aside, wrong_with
-from elastic_ring.state.checkpoints.manifest import COMMIT, FOLDER, Manifest, age_key, located, read_manifest
-from elastic_ring.state.checkpoints.retention import KEPT_NAME, UNFINISHED_AFTER_S, keep, kept_step, prune
+from elastic_ring.state.checkpoints.manifest import (
+    COMMIT,
+    FOLDER,
+    LINEAGES,
+    Manifest,
+    age_key,
+    lineage_name,
+    located,
+    read_manifest,
+)
+from elastic_ring.state.checkpoints.retention import KEPT_NAME, UNFINISHED_AFTER_S, keep, kept_checkpoint, prune
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS_FOLDER
 from elastic_ring.state.storage.backend import Retries
 from elastic_ring.state.storage.folder import Storage, now_unix_s
@@ -312,7 +319,7 @@ class StoredCheckpoints:
             is_ours = self._writer.attempt and f"/attempt-{self._writer.attempt[:8]}-" in there
             return "" if is_ours else "there is one already, of another writer"
         if head.step == self._kept:
-            keep(self.storage, head.step)
+            keep(self.storage, head.step, self._resume.lineage)
         return {
             "step": head.step,
             "path": uri_of(self.storage, folder),
@@ -337,7 +344,7 @@ class StoredCheckpoints:
         """`step`: of a checkpoint that may not count yet."""
         self._kept = step
         if any(age_key(folder) == (self._resume.lineage, step) for folder in committed(self.storage)):
-            keep(self.storage, step)
+            keep(self.storage, step, self._resume.lineage)
 
     def post_list(self) -> None:
         """Post the checkpoints that this submission may use."""
@@ -435,7 +442,8 @@ class StoredCheckpoints:
                 log.warning("set aside %s: its steps were undone", checkpoint.folder)
         self.post_list()
         self._kept = None if self._kept is not None and self._kept > step else self._kept
-        if (kept_step(self.storage) or 0) > step:  # another branch's checkpoint of that step is none to keep
+        kept = kept_checkpoint(self.storage)
+        if kept is not None and kept[0] in (None, self._resume.lineage) and kept[1] > step:  # it is undone
             self.storage.remove(KEPT_NAME)
 
     def clean(self, step: int, written: Collection[int]) -> None:

@@ -6,7 +6,6 @@ Used by the driver before anything starts, and by the coordinator's keeper of ch
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -26,7 +25,17 @@ from elastic_ring.monitor.metrics import JOURNAL_NAME, METRICS_NAME, STATUS_NAME
 from elastic_ring.runtime.identity import Identity
 from elastic_ring.runtime.run_storage import growing
 from elastic_ring.state.checkpoints.checkpoint import committed, wrong_with
-from elastic_ring.state.checkpoints.manifest import COMMIT, FOLDER, REJECTED, Manifest, age_key, located, read_manifest
+from elastic_ring.state.checkpoints.manifest import (
+    COMMIT,
+    FOLDER,
+    LINEAGES,
+    REJECTED,
+    Manifest,
+    age_key,
+    lineage_of_record,
+    located,
+    read_manifest,
+)
 from elastic_ring.state.storage.folder import Storage, open_or_refuse
 
 
@@ -87,7 +96,6 @@ def _records(storage: Storage, name: str, damaged: dict[str, str]) -> Iterator[d
         damaged[name] = f"line {wrong[0].line} of {storage.at(name)} {wrong[0].problem}: {FROM_OTHER_LINES}"
 
 
-LINEAGES = "lineages"
 LENGTHS = ("total_steps", "warmup_steps")
 MAX_FINDINGS, MAX_CHARACTERS = 3, 200
 """Of a report of damage, and of each finding in it."""
@@ -169,7 +177,7 @@ class _Stored:
         damaged |= {folder: f"{storage.at(folder)} is a checkpoint of other settings" for folder in strangers}
         stored = cls(storage, [c for c in manifests if c.folder not in strangers], damaged)
         for name, _ in storage.names(LINEAGES):
-            lineage = _lineage_of_record(name)
+            lineage = lineage_of_record(name)
             if lineage < 0:  # it was set aside
                 continue
             where = storage.at(name)
@@ -187,7 +195,7 @@ class _Stored:
     def newest(self) -> int:
         """The newest lineage, -1 for none."""
         names = [*self.damaged, *(checkpoint.folder for checkpoint in self.checkpoints)]
-        return max([*self.begun, *map(lineage_of, names), *map(_lineage_of_record, names)], default=-1)
+        return max([*self.begun, *map(lineage_of, names), *map(lineage_of_record, names)], default=-1)
 
     def of_lineage(self, lineage: int) -> list[Checkpoint]:
         return self.whole([c for c in self.checkpoints if lineage_of(c.folder) == lineage])
@@ -198,12 +206,6 @@ class _Stored:
         while left and (wrong := wrong_with(self.storage, left[-1].folder, read_bytes=False)):
             self.damaged[left.pop().folder] = shortened(wrong)
         return left
-
-
-def _lineage_of_record(name: str) -> int:
-    """-1 if the name is not that of a lineage's record."""
-    match = re.fullmatch(rf"{LINEAGES}/(\d+)\.json", name)
-    return int(match[1]) if match else -1
 
 
 def find_resume(run: RunConfig, identity: Identity, *, grows: bool = False) -> Resume:
@@ -322,10 +324,6 @@ def _checkpoint_name(name: object, where: str) -> str:
     if not is_name:
         raise RecordDamaged(f"{where} names {cut(ascii(name), MAX_CHARACTERS)}, which is no checkpoint", path=where)
     return str(name)
-
-
-def lineage_name(lineage: int) -> str:
-    return f"{LINEAGES}/{lineage:03d}.json"
 
 
 def _resume_from(run: RunConfig, lineage: int, identity: Identity, reads_earlier: bool) -> Resume:

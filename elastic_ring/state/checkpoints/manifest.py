@@ -187,6 +187,20 @@ def age_key(path: str) -> tuple[int, int]:
     return (int(match[2]), int(match[1])) if match else (-1, -1)
 
 
+LINEAGES = "lineages"
+
+
+def lineage_name(lineage: int) -> str:
+    """The record of where a lineage began."""
+    return f"{LINEAGES}/{lineage:03d}.json"
+
+
+def lineage_of_record(name: str) -> int:
+    """-1 if the name is not that of a lineage's record."""
+    match = re.fullmatch(rf"{LINEAGES}/(\d+)\.json", name)
+    return int(match[1]) if match else -1
+
+
 # ---------------------------------------------------------------- reading
 
 

@@ -29,7 +29,7 @@ from elastic_ring.state.storage.folder import PROBE, Storage, unchanged_before
 UNFINISHED_AFTER_S = 3600.0
 """No writer takes so long between two files of one checkpoint."""
 KEPT_NAME, MAX_KEPT_BYTES = "kept.json", 4096
-"""In the run's folder: the step whose checkpoint retention leaves."""
+"""In the run's folder: lineage and step of the checkpoint that retention leaves."""
 
 
 # ---------------------------------------------------------------- leftovers and rejected checkpoints
@@ -177,24 +177,26 @@ def interval_s(cost_s: float, mean_time_between_failures_s: float) -> float:
     return max(cost_s, math.sqrt(2.0 * cost_s * mean_time_between_failures_s) - cost_s)
 
 
-def keep(storage: Storage, step: int) -> None:
+def keep(storage: Storage, step: int, lineage: int) -> None:
     """Exempt the checkpoint of `step` from retention, in place of the one that was kept before."""
-    storage.replace(KEPT_NAME, json.dumps({"step": step}).encode())
+    storage.replace(KEPT_NAME, json.dumps({"step": step, "lineage": lineage}).encode())
 
 
-def kept_step(storage: Storage) -> int | None:
-    """The step of the last `keep`; None if there is none. Raises CheckpointDamaged, StorageFailed."""
+def kept_checkpoint(storage: Storage) -> tuple[int | None, int] | None:
+    """(lineage, step) of the last `keep`; None if there is none. The lineage is None in records of older versions.
+    Raises CheckpointDamaged, StorageFailed."""
     if not storage.exists(KEPT_NAME):
         return None
     try:
-        step = plain_json(storage.read_record(KEPT_NAME, MAX_KEPT_BYTES), MAX_KEPT_BYTES)["step"]
-        if type(step) is not int:
+        record = plain_json(storage.read_record(KEPT_NAME, MAX_KEPT_BYTES), MAX_KEPT_BYTES)
+        step, lineage = record["step"], record.get("lineage")
+        if type(step) is not int or type(lineage) not in (int, type(None)):
             raise ValueError("it names no step")
     except (ValueError, LookupError, TypeError) as error:
         raise CheckpointDamaged(
             f"{KEPT_NAME} cannot be read ({error}): remove it, or have a checkpoint kept"
         ) from error
-    return step
+    return lineage, step
 
 
 def superfluous(steps: Iterable[int], keep_last: int, keep_every: int, kept: int | None = None) -> list[int]:
@@ -220,7 +222,7 @@ def prune(
     whole stays, too. So does `read_back`, the newest step of which every byte was verified.
     """
     assert keep_last >= 1
-    kept = kept_step(storage)
+    kept = kept_checkpoint(storage)
     by_lineage: dict[int, dict[int, str]] = {}
     for folder in committed(storage):
         of_lineage, step = age_key(folder)
@@ -229,7 +231,8 @@ def prune(
     for of_lineage, folders in by_lineage.items():
         if of_lineage < 0 or lineage not in (None, of_lineage):
             continue
-        going = superfluous(folders, keep_last, keep_every, kept)
+        kept_step = kept[1] if kept is not None and kept[0] in (None, of_lineage) else None
+        going = superfluous(folders, keep_last, keep_every, kept_step)
         if not going:
             continue
         newest_first = sorted(folders, key=lambda step: (step not in going, step), reverse=True)

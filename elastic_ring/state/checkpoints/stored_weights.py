@@ -14,9 +14,10 @@ from torch import Tensor
 
 from elastic_ring.errors import CheckpointDamaged, StorageFailed, WeightsDamaged
 from elastic_ring.files import few, shown_url
+from elastic_ring.state.checkpoints import zero3
 from elastic_ring.state.checkpoints.checkpoint import Reader, committed, wrong_with
-from elastic_ring.state.checkpoints.manifest import age_key, located, read_manifest
-from elastic_ring.state.checkpoints.retention import kept_step
+from elastic_ring.state.checkpoints.manifest import LINEAGES, age_key, lineage_of_record, located, read_manifest
+from elastic_ring.state.checkpoints.retention import kept_checkpoint
 from elastic_ring.state.checkpoints.weight_files import WEIGHTS, WEIGHTS_INDEX, are_there, read_index
 from elastic_ring.state.header import PARAMS
 from elastic_ring.state.safetensors import Place, read_places
@@ -75,30 +76,50 @@ class StoredWeights:
 
 @dataclass(frozen=True)
 class CheckpointWeights:
-    """The fp32 weights of a run's checkpoint by name, as `StoredWeights`; a file is verified when it is first read."""
+    """The fp32 weights of a run's checkpoint by name, as `StoredWeights`."""
 
     reader: Reader
-    is_of_newest_lineage: bool
-    """Whether the run has gone on from here, as far as its other checkpoints say."""
+    newest_lineage: int
+    """Of the run: a checkpoint of another one is of a branch that the run may have left."""
 
     @classmethod
     def open(cls, where: str, step: int | None) -> CheckpointWeights:
         """The checkpoint of `step` of the run in the folder `where`, of its newest lineage that has one; None: the one
-        that retention keeps as the best. Raises ValueError without one, CheckpointDamaged, StorageFailed."""
+        that retention keeps as the best. Reads and verifies every byte: files may be removed while others are exported.
+        Raises ValueError without one, CheckpointDamaged, StorageFailed."""
         storage, _ = _locate_run(where)
-        name = f"step={step}"
+        if saved := next(iter(zero3.saved(storage)), None):
+            raise ValueError(
+                f"{storage.at(saved)} is in DeepSpeed's format: train to the last step, then export without a step"
+            )
+        folders = [folder for folder in committed(storage) if age_key(folder) >= (0, 0)]
+        begun = [lineage_of_record(name) for name, _ in storage.names(LINEAGES)]
+        newest_lineage, key = max([*begun, *(age_key(folder)[0] for folder in folders)], default=0), f"step={step}"
         if step is None:
-            step, name = kept_step(storage), "best=True"
-            if step is None:
+            kept = kept_checkpoint(storage)
+            if kept is None:
                 raise ValueError(f"best=True: {storage.uri} keeps none: train with --keep-best (KeepBest)")
-        folders = committed(storage)
+            key, (lineage, step) = "best=True", kept
+            if lineage not in (None, newest_lineage):
+                raise ValueError(
+                    f"best=True: {storage.uri} keeps step {step} of lineage {lineage}, and the run has begun lineage "
+                    f"{newest_lineage} since: give a step"
+                )
+            folders = [folder for folder in folders if age_key(folder)[0] == newest_lineage]
         folder = next((folder for folder in folders if age_key(folder)[1] == step), None)
         if folder is None:
             steps = few(sorted({age_key(folder)[1] for folder in folders}), 20)
-            raise ValueError(f"{name}: {storage.uri} has no checkpoint of step {step}; there are {steps or 'none'}")
+            raise ValueError(f"{key}: {storage.uri} has no checkpoint of step {step}; there are {steps or 'none'}")
         manifest = read_manifest(storage, folder)
-        reader = Reader(storage, manifest, whole_files=False, digests=True)
-        return cls(reader, manifest.lineage == age_key(folders[0])[0])
+        if wrong := wrong_with(storage, folder):
+            raise CheckpointDamaged(f"{storage.at(folder)}: {'; '.join(wrong)}", path=folder)
+        return cls(Reader(storage, manifest, whole_files=False), newest_lineage)
+
+    @property
+    def branch(self) -> str:
+        """What tells that the run may have left this checkpoint's branch; empty where it has not."""
+        own = self.reader.manifest.lineage
+        return "" if own == self.newest_lineage else f"lineage {own}; the run went on in lineage {self.newest_lineage}"
 
     @property
     def step(self) -> int:
@@ -182,7 +203,7 @@ class RunWeights:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         if isinstance(self._stored, StoredWeights):
             return self._stored.shapes
-        return CheckpointWeights(self._stored, True).shapes
+        return CheckpointWeights(self._stored, 0).shapes
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises ValueError if the run has other parameters than these."""

@@ -168,7 +168,10 @@ def test_any_checkpoint_and_the_best_become_a_model_with_a_card(
         save_checkpoint(run, values, step, lineage)
     assert command(["export", str(run), "--best", "--out", str(tmp_path / "best")]) == 2
     assert f"best=True: {run} keeps none: train with --keep-best" in capsys.readouterr().err
-    keep(Storage(str(run)), 4)
+    keep(Storage(str(run)), 6, 0)
+    assert command(["export", str(run), "--best", "--out", str(tmp_path / "best")]) == 2
+    assert "keeps step 6 of lineage 0, and the run has begun lineage 1 since" in capsys.readouterr().err
+    keep(Storage(str(run)), 4, 1)
     losses = {"--best": "4.6250", "--step=8": "4.1250", "--step=6": None}
     for flag, loss in losses.items():
         out, step = tmp_path / flag, int(flag[-1]) if flag[-1].isdigit() else 4
@@ -180,7 +183,10 @@ def test_any_checkpoint_and_the_best_become_a_model_with_a_card(
         assert (card.data.base_model, card.data.library_name) == ("acme/small", "transformers")
         assert (card.data.pipeline_tag, card.data.tags) == ("text-generation", ["elastic-ring"])
         assert f"| steps | {step} of 40, each of 4 sequences of 48 tokens |\n| tokens | {step * 192:,} |" in card.text
-        assert (f"| training loss | {loss} at" in card.text) == (loss is not None), "another branch's are not its own"
+        assert (f"| training loss | {loss} after" in card.text) == (loss is not None), (
+            "another branch's are not its own"
+        )
+        assert ("| branch | lineage 0; the run went on in lineage 1 |" in card.text) == (loss is None)
         assert str(tmp_path) not in card.content
     card_text = (tmp_path / "--best" / "README.md").read_text()
     assert "| validation | val_loss 5.6250, val_perplexity not finite after step 4 |" in card_text
@@ -188,9 +194,14 @@ def test_any_checkpoint_and_the_best_become_a_model_with_a_card(
     for flags, text in ((["--step=5"], "no checkpoint of step 5; there are 4, 6, 8"), (["--step=4", "--best"], "one")):
         assert command(["export", str(run), *flags, "--out", str(tmp_path / "none")]) == 2
         assert text in capsys.readouterr().err
+    (run / "lineages").mkdir()
+    (run / "lineages" / "002.json").write_text("{}")  # begun, without a checkpoint yet
+    assert command(["export", str(run), "--step=8", "--out", str(tmp_path / "left")]) == 0
+    assert "| training loss" not in (tmp_path / "left" / "README.md").read_text()
     next(run.rglob("step-00000008/**/shard-00001*")).write_bytes(b"other")
     assert command(["export", str(run), "--step=8", "--out", str(tmp_path / "damaged")]) == 1
-    assert "is not what was written" in capsys.readouterr().err
+    assert "has 5 bytes, " in capsys.readouterr().err
+    assert not (tmp_path / "damaged").exists()
 
 
 def test_the_text_model_of_a_multimodal_folder_is_exported_by_itself(tmp_path: Path) -> None:

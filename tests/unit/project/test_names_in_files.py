@@ -57,7 +57,7 @@ NAMELESS = {
         "runtime.run_storage forget_end",
         "runtime.terms Terms._claim_of",
         "state.checkpoints.manifest Manifest._check",
-        "state.checkpoints.retention kept_step",
+        "state.checkpoints.retention kept_checkpoint",
         "state.checkpoints.zero3 _state_of",  # files that a listing has, or has not
         "state.header Header.from_bytes",
         "state.header ShardMeta.from_plain",
