@@ -357,10 +357,10 @@ def _clock_lines(members: Sequence[StatusOfWorker]) -> Iterable[str]:
         return
     texts = []
     for part in CLOCK_PARTS:
-        longest = max(clocks, key=lambda rank: float(clocks[rank][part]))
-        mean_s = math.fsum(clock[part] for clock in clocks.values()) / len(clocks)
-        if clocks[longest][part] >= 0.0005:
-            texts.append(f"{part} {seconds(mean_s)} (rank {longest}: {seconds(clocks[longest][part])})")
+        longest = max(clocks, key=lambda rank: float(clocks[rank].get(part, 0.0)))
+        mean_s = math.fsum(clock.get(part, 0.0) for clock in clocks.values()) / len(clocks)
+        if (longest_s := clocks[longest].get(part, 0.0)) >= 0.0005:  # runs of earlier versions lack some
+            texts.append(f"{part} {seconds(mean_s)} (rank {longest}: {seconds(longest_s)})")
     yield _row("clock", f"{', '.join(texts)}   s a step, mean and longest")
 
 

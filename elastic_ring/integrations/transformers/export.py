@@ -112,9 +112,9 @@ def export(
         raise ValueError(f"out={str(out)!r} is not an empty folder: give a new one")
     with RunRecords(where) as records:
         folder = records.look()
-        recorded = read_object(folder / CONFIG_NAME, "give a run's folder")
-        checkpoint = None if step is None and not best else CheckpointWeights.open(where, step)
-        trained = _Trained.read(folder, recorded, checkpoint, base_model)
+        is_run = (folder / CONFIG_NAME).exists()  # else `read` says so
+        checkpoint = CheckpointWeights.open(where, step) if is_run and (step is not None or best) else None
+        trained = _Trained.read(folder, checkpoint, base_model)
     if checkpoint is not None and checkpoint.branch:
         log.warning("step %d is of %s", checkpoint.step, checkpoint.branch)
     dtype, tokenizer = dtype or trained.dtype, str(tokenizer or trained.tokenizer)
@@ -205,11 +205,10 @@ class _Trained:
     adapters: TrainedAdapters | None = None
 
     @classmethod
-    def read(
-        cls, folder: Path, recorded: Any, checkpoint: CheckpointWeights | None, base_model: str | None
-    ) -> _Trained:
+    def read(cls, folder: Path, checkpoint: CheckpointWeights | None, base_model: str | None) -> _Trained:
         """Raises ValueError for a run whose model is neither the built-in decoder nor one of transformers,
         RecordDamaged."""
+        recorded = read_object(folder / CONFIG_NAME, "give a run's folder")
         own = read_object(folder / CONFIG_FILE, "export needs it") if (folder / CONFIG_FILE).exists() else None
         with as_written(str(folder / (CONFIG_NAME if own is None else CONFIG_FILE))):
             step = recorded["step"]

@@ -136,6 +136,12 @@ class FolderWeights:
                 pieces[name] = stored_as.pieces[split]
                 used |= {key for row in pieces[name] for key in row}
             elif stored:
+                differing = (key for key in stored[1:] if not self._are_equal(stored[0], key))
+                if (other := next(differing, None)) is not None:
+                    raise ValueError(
+                        f"{self.folder!r} has {stored[0]} and {other}, which differ, and its config makes them one "
+                        "(tie_word_embeddings): set that to false in config.json to train both"
+                    )
                 aliases |= {each: stored[0] for each in tied if each != stored[0]}
                 used |= set(stored)
             elif name in parameters:
@@ -169,6 +175,12 @@ class FolderWeights:
                 "folder that belongs to this config, or weights=False to begin with drawn values"
             )
         return replace(self, aliases=aliases, pieces=pieces)
+
+    def _are_equal(self, *keys: str) -> bool:
+        if len({self.shapes[key] for key in keys}) > 1:
+            return False
+        values = [self.tensor(key, self.shapes[key]) for key in dict.fromkeys(keys)]
+        return all(torch.equal(values[0], value) for value in values[1:])
 
     def __repr__(self) -> str:
         return f"FolderWeights({self.digest})"

@@ -142,10 +142,11 @@ class Submission:
         more += [] if task.cost_model is None else [repr(task.cost_model)]
         more += [str(self.validation_contents)] if task.validation else []
         usual = {("kv_wire", "native"), ("experts", "auto"), ("linears", "native"), ("val_every_tokens", 0)}
+        usual_optim = {("replanned", ()), ("optimizer", "adamw")}
         return digest(
             replace(self.scaling, keep_activations="auto"),  # bits do not depend on it
             {name: value for name, value in vars(task.step).items() if (name, value) not in usual},
-            {name: value for name, value in vars(task.optim).items() if (name, value) != ("replanned", ())},
+            {name: value for name, value in vars(task.optim).items() if (name, value) not in usual_optim},
             self.identity.entries["data"],
             [str(fault) for fault in self.run.faults],
             [describe(part) for part in code_parts(task).values()],

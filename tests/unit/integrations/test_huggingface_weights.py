@@ -85,6 +85,11 @@ def test_tied_and_base_model_spellings_are_found(tmp_path: Path) -> None:
     only_head = {("lm_head.weight" if name == "embed_tokens.weight" else name): value for name, value in bare.items()}
     save_file(only_head, tmp_path / SINGLE, metadata={"format": "pt"})
     assert torch.equal(initial_of(tmp_path).tensor("model.embed_tokens.weight", (67, 16)), tensor)
+    save_file({**bare, "lm_head.weight": tensor.clone()}, tmp_path / SINGLE, metadata={"format": "pt"})
+    assert torch.equal(initial_of(tmp_path).tensor("model.embed_tokens.weight", (67, 16)), tensor)
+    save_file({**bare, "lm_head.weight": tensor + 1}, tmp_path / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"embed_tokens.weight and lm_head.weight, which differ, and its config makes"):
+        ring_model(tmp_path)
 
 
 def test_weights_that_do_not_fit_are_named_the_first_five(tmp_path: Path) -> None:

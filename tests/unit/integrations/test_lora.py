@@ -360,13 +360,14 @@ def test_adapters_of_layers_with_biases_are_exported_alone_and_merged(tmp_path: 
     base, run = tmp_path / "base", tmp_path / "run"
     T.Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(base, max_shard_size="4KB")
     finished(base, run, None)
+    (run / "summary.json").write_bytes(json_bytes({"steps": 8}))
     export(run, tmp_path / "adapters")
     export(run, tmp_path / "merged", merge=True)
     assert (tmp_path / "adapters" / "adapter_model.safetensors").stat().st_mode & 0o044
     card = (tmp_path / "adapters" / "README.md").read_text()
-    assert "LoRA adapters (r=3,alpha=6,target=all-linear) above `base`." in card
+    assert "LoRA adapters (r=3,alpha=6,target=all-linear) above `./base`." in card
     assert f"| steps | 8 of 8, each of 3 sequences of {CONTEXT} tokens |" in card
-    loads = 'AutoModelForCausalLM.from_pretrained("base")', 'PeftModel.from_pretrained(model, "adapters")'
+    loads = 'AutoModelForCausalLM.from_pretrained("./base")', 'PeftModel.from_pretrained(model, "adapters")'
     assert all(load in card for load in loads)
     assert "[More Information Needed]" not in card
     assert str(tmp_path) not in card + (tmp_path / "adapters" / "adapter_config.json").read_text()

@@ -163,6 +163,7 @@ def test_a_newcomer_gets_large_state_over_the_devices_link(rings, monkeypatch, c
 
 
 def test_an_optimizer_of_ones_own_is_refused_by_name():
-    check_cpu_offload("none", torch.optim.SGD)  # type: ignore[arg-type]
+    config = OptimConfig()
+    check_cpu_offload("none", torch.optim.SGD, config)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"cpu_offload='optimizer': serves the built-in AdamW"):
-        check_cpu_offload("optimizer", torch.optim.SGD)  # type: ignore[arg-type]
+        check_cpu_offload("optimizer", torch.optim.SGD, config)  # type: ignore[arg-type]

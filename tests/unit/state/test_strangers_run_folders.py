@@ -215,7 +215,7 @@ def test_settings_of_a_run_as_a_submission_a_forecast_and_an_export_read_them(fo
     with fenced(at):
         read_record(at)
     with fenced(at):
-        export._Trained.read(at)
+        export._Trained.read(at, None, None)
     (at / "summary.json").write_bytes(data.draw(odd_json(OF_A_RUN)))
     (at / "config.toml").write_text('preset = "laptop"\n')
     (at / "metrics.jsonl").write_bytes(data.draw(odd_lines([STEP])))

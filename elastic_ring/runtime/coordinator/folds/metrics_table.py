@@ -437,12 +437,14 @@ _ROWS: dict[str, Metric] = {
     "step_part_mean_seconds, seconds": _clock(
         "clock of the newest whole step by part, mean over the ranks: waits for other ranks are in the part where "
         "they happen, those for data also in data; on GPUs the host's clock",
-        lambda clocks: {part: math.fsum(clock[part] for clock in clocks) / len(clocks) for part in CLOCK_PARTS},
+        lambda clocks: {
+            part: math.fsum(clock.get(part, 0.0) for clock in clocks) / len(clocks) for part in CLOCK_PARTS
+        },
         CLOCK_PARTS,
     ),
     "step_part_longest_seconds, seconds": _clock(
         "the same on the rank on which the part took longest",
-        lambda clocks: {part: max(clock[part] for clock in clocks) for part in CLOCK_PARTS},
+        lambda clocks: {part: max(clock.get(part, 0.0) for clock in clocks) for part in CLOCK_PARTS},
         CLOCK_PARTS,
     ),
     "rank_work_seconds, seconds": _run(
