@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elastic_ring.cli import main as command
-from elastic_ring.monitor.metrics import SUMMARY_NAME
+from elastic_ring.monitor.metrics import SUMMARY_NAME, read_metrics
 from elastic_ring.runtime.driver.cluster import left_behind
 from tests.small_models import small_config
 from tests.unit.data.test_chat import saved
@@ -46,6 +46,9 @@ def test_the_page_leads_from_conversations_to_a_chat(local_ray, saved, tmp_path,
     assert left_behind("tuned") == []
     losses = [float.fromhex(loss) for loss in json.loads(Path("runs", "tuned", SUMMARY_NAME).read_text())["losses"]]
     assert losses[-1] < losses[0]
+    validated = [line["val_loss"] for line in read_metrics(Path("runs", "tuned")) if line["val_loss"] is not None]
+    assert validated == sorted(validated, reverse=True)
+    assert len(validated) == 4
     names: dict[str, Any] = {}
     exec(blocks("python")[0], names)
     assert "What is a ring?" in capsys.readouterr().out

@@ -25,6 +25,7 @@ from elastic_ring.integrations.transformers import RingModel, export, ring_model
 from elastic_ring.integrations.transformers.reference import _SameMasks
 from elastic_ring.mesh import Mesh
 from elastic_ring.model.dropout import sequence_seed, token_keys
+from elastic_ring.monitor.json_files import json_bytes
 from elastic_ring.train.optim import learning_rate, make_optimizer
 from elastic_ring.train.passes import compute
 from elastic_ring.train.task import TrainingTask, parts_of
