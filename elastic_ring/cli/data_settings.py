@@ -159,6 +159,11 @@ def data_source(data: DataConfig, model: ModelConfig, step: StepConfig) -> Sourc
             f"data.packing='whole' with data.source={data.source!r}: only a prepared corpus has the lengths of its "
             "documents: prepare it with elastic-ring data prepare, or leave --packing out"
         )
+    if data.long_documents != "cut" and (data.source != "prepared" or data.packing == "stream"):
+        raise ValueError(
+            f"data.long_documents={data.long_documents!r}: belongs to packing whole documents of a prepared corpus; "
+            "leave --long-documents out"
+        )
     if data.source == "stdlib":
         return StdlibText(step.context_tokens, data.align_tokens)
     if data.source == "text":

@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from elastic_ring.data.filesystem import located, read_file, reading
@@ -51,6 +53,30 @@ def index_file(lengths: Sequence[int], edges: Sequence[Starts] | None) -> bytes:
     return data
 
 
+def _table(data: bytes, shard: Shard, most_tokens: int) -> pa.Table:
+    """The rows of a shard's index; a document has at most `most_tokens`. Raises ArrowInvalid for other columns, values,
+    or another number of them."""
+    file, own = pq.ParquetFile(pa.BufferReader(data)), {LENGTH: pa.int64()}
+    if shard.num_counted is not None:
+        own[EDGES] = pa.list_(pa.int64())
+    columns = {field.name: field.type for field in file.schema_arrow}
+    plain = {name: pa.list_(kind.value_type) if pa.types.is_list(kind) else kind for name, kind in columns.items()}
+    groups = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
+    num_values = sum(group.column(column).num_values for group in groups for column in range(group.num_columns))
+    most_values = 2 * shard.num_documents + 2 * most_tokens
+    if not own.items() <= plain.items() or file.metadata.num_rows != shard.num_documents or num_values > most_values:
+        raise pa.ArrowInvalid(
+            f"it has {file.metadata.num_rows:,} rows and {num_values:,} values of {columns}, not "
+            f"{shard.num_documents:,} of {own}"
+        )
+    table = file.read(columns=list(own))
+    lengths = table.column(LENGTH)
+    bounds = pc.min_max(lengths).as_py()
+    if lengths.null_count or (len(lengths) and not 1 <= bounds["min"] <= bounds["max"] <= most_tokens):
+        raise pa.ArrowInvalid("a length cannot be")
+    return table
+
+
 def read_index(uri: str, source: PreparedSource, longest_tokens: int) -> DocumentIndex:
     """The index of a source of the manifest `uri`, with the edges of documents of more than `longest_tokens`. Raises
     ValueError for a file that is absent or another one; StorageFailed."""
@@ -62,10 +88,14 @@ def read_index(uri: str, source: PreparedSource, longest_tokens: int) -> Documen
         data = read_file(filesystem, f"{folder}/{INDEX}/{shard.name}", name, MAX_INDEX_BYTES)
         if hashlib.sha256(data).hexdigest() != shard.index_sha256:
             raise ValueError(f"{name}: is not the index that the manifest names: restore it")
-        table = reading(name, lambda: pq.read_table(pa.BufferReader(data)), problem="cannot be read as an index")
+        table = reading(name, lambda: _table(data, shard, source.num_tokens), problem="cannot be read as an index")
         lengths = table.column(LENGTH).to_numpy()
         long = np.flatnonzero(lengths > longest_tokens)
-        edges = table.column(EDGES).take(pa.array(long)).to_pylist() if EDGES in table.column_names else []
+        edges = table.column(EDGES).take(pa.array(long)).to_pylist() if shard.num_counted is not None else []
+        for number, of_document in zip(long.tolist(), edges, strict=False):
+            bounds = [-1, *of_document, int(lengths[number]) + 1]
+            if len(of_document) % 2 or any(earlier >= later for earlier, later in pairwise(bounds)):
+                raise ValueError(f"{name}: the counted tokens of document {number} are no rising pairs within it")
         return lengths, dict(zip(long.tolist(), map(np.asarray, edges), strict=False))
 
     with ThreadPoolExecutor(READ_AT_ONCE, thread_name_prefix="elastic-ring-index") as threads:

@@ -12,6 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -39,6 +40,8 @@ BLOCK_ROW_GROUPS, WINDOW_BLOCKS = 8, 8
 """Row groups that are read one after the other, and how many such blocks are mixed: 4 Mi tokens at 64 Ki each."""
 WINDOW_SEQUENCES, LOADED_BYTES = 16, 6
 """Sequences among which whole documents are packed, at least; and the most that a token takes in the cache."""
+MUCH_PADDING = 0.1
+"""Share of a corpus's positions that a submission is warned of."""
 Packing = Literal["stream", "whole"]
 Auto = Literal["auto"]
 _NUMBERED = re.compile(r"^manifest-(\d+)\.json$")
@@ -109,8 +112,8 @@ class PreparedTokens:
         facts: list[object] = ["prepared", self.context_tokens, [manifest.digest for manifest in manifests], firsts]
         nums = range(len(manifests[0].sources))
         if self.packing == "whole":
-            facts += ["whole", RULES, self.long_documents]
             placed = [self._placed(index, manifests) for index in nums]
+            facts += ["whole", RULES, self.long_documents, *(part.digest for part in placed)]
             streams = [self._stream(index, manifests[-1], placed[index]) for index in nums]
             sizes = [list(of_version) for of_version in zip(*(part.sizes for part in placed), strict=True)]
         else:
@@ -127,7 +130,7 @@ class PreparedTokens:
             sizes,
             is_complete=manifests[-1].is_complete,
             block=max(1, block_tokens // self.context_tokens),
-            window=max(1, min(WINDOW_BLOCKS, streams[0].cache_bytes // (LOADED_BYTES * block_tokens))),
+            window=_window_blocks(self.packing, streams[0].cache_bytes, block_tokens),
             digest=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
             held=(0,) * len(streams),
         )
@@ -177,11 +180,14 @@ class PreparedTokens:
         """Log how the documents of this corpus fit into sequences. Raises as `open`."""
         context, masked = self.context_tokens, manifest.num_counted is not None
         if self.packing == "whole":
-            log.info("%s", _whole_line(self.open(), manifest, self.long_documents))
+            line, padding = _whole_line(self.open(), manifest, self.long_documents)
+            log.log(logging.WARNING if padding > MUCH_PADDING else logging.INFO, "%s", line)
         elif masked:
             share, way_out = "", "prepare the corpus anew to pack them whole"
             if manifest.has_index:
-                share, way_out = f"{_cut_share(self.uri, manifest, context):.1%} of the ", "packing whole keeps them"
+                way_out = "packing whole keeps them"
+                with suppress(ValueError):  # a stream needs no index
+                    share = f"{_cut_share(self.uri, manifest, context):.1%} of the "
             problem = "conversations are cut where sequences end, and the rest of each trains without its prompt"
             log.warning("context_tokens=%d: %s%s: %s", context, share, problem, way_out)
         elif manifest.longest_document_tokens > context:
@@ -275,6 +281,12 @@ class PreparedCorpus:
         return self.streams[source], self.held[source] + sequence
 
 
+def _window_blocks(packing: Packing, cache_bytes: int, block_tokens: int) -> int:
+    """How many blocks are mixed: of whole documents at most as many as are loaded at once."""
+    most = cache_bytes // (LOADED_BYTES * block_tokens) if packing == "whole" else WINDOW_BLOCKS
+    return max(1, min(WINDOW_BLOCKS, most))
+
+
 def packing_of(manifest: Manifest, packing: Packing | Auto) -> Packing:
     """`auto` for a manifest: conversations whole, other documents and those of earlier versions as a stream."""
     if packing != "auto":
@@ -315,7 +327,7 @@ def check_grown(before: Manifest, after: Manifest, uri: str) -> None:
             f"{shown_url(uri)}: source {shorter[0]} has fewer shards than the run has used: a corpus only grows under "
             "a run; restore the manifest, or start a run of another name"
         )
-    fixed = ("vocab_size", "end_of_document", "row_group_tokens", "align_tokens", "tokenizer_sha256")
+    fixed = ("vocab_size", "end_of_document", "row_group_tokens", "align_tokens", "tokenizer_sha256", "has_index")
     is_alike = all(getattr(before, name) == getattr(after, name) for name in fixed)
     is_grown = all(old.weight == new.weight and new.shards[: len(old.shards)] == old.shards for old, new in pairs)
     if not (is_alike and is_grown and len(before.sources) == len(after.sources)):
@@ -382,8 +394,8 @@ def _num_pieces(name: str) -> float:
 # ------------------------------------------------------------ documents longer than a sequence
 
 
-def _whole_line(corpus: PreparedCorpus, manifest: Manifest, long_documents: LongDocuments) -> str:
-    """How the documents of a corpus that packs them whole fit into its sequences."""
+def _whole_line(corpus: PreparedCorpus, manifest: Manifest, long_documents: LongDocuments) -> tuple[str, float]:
+    """How the documents of a corpus that packs them whole fit into its sequences, and the share of padding."""
     placed = [stream.placed for stream in corpus.streams if isinstance(stream, WholeSource)]
     num_sequences, num_tokens = sum(len(part.ends) for part in placed), sum(int(part.lengths.sum()) for part in placed)
     long, context = _summed(part.long for part in placed), corpus.context_tokens
@@ -395,13 +407,13 @@ def _whole_line(corpus: PreparedCorpus, manifest: Manifest, long_documents: Long
         f"context_tokens={context}, {padding:.1%} padding"
     )
     if not long.num_documents:
-        return line
+        return line, padding
     how = "left out" if long_documents == "leave_out" else "cut at turns" if masked else "cut"
     num_counted = max(manifest.num_tokens if manifest.num_counted is None else manifest.num_counted, 1)
     return (
         f"{line}; {long.num_documents:,} ({long.num_documents / manifest.num_documents:.1%}) are longer and {how}: "
         f"they have {long.num_counted / num_counted:.1%} of the counted tokens, and {long.num_left_out:,} are left out"
-    )
+    ), padding
 
 
 def _cut_share(uri: str, manifest: Manifest, context_tokens: int) -> float:

@@ -12,6 +12,7 @@ out. A document without turns is cut into sequences that share one token: a targ
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def parts_of(length: int, edges: Starts | None, room: int) -> Iterator[Part]:
     if edges is None:
         for start in range(0, length - 1, room - 1):
             stop = min(start + room, length)
-            yield Part(start, stop, start, stop - start - bool(start))
+            yield Part(start, stop, start, stop - start - 1)
         return
     begins, ends = edges[::2].tolist(), edges[1::2].tolist()
     bounds, turn = [0, *ends], 0  # a part begins at a bound
@@ -108,6 +109,12 @@ class Placed:
     ends: Starts
     sizes: Sequence[int]
     long: Long
+
+    @property
+    def digest(self) -> str:
+        """Of what each sequence has."""
+        arrays = (self.starts, self.lengths, self.uncounted, self.ends)
+        return hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)).hexdigest()[:16]
 
 
 def place(

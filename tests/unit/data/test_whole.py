@@ -17,9 +17,9 @@ import pytest
 from elastic_ring.attention.layouts.layout import make_layout
 from elastic_ring.cli.data_settings import data_source
 from elastic_ring.cli.settings import parse
-from elastic_ring.data.document_index import DocumentIndex, edges_of
+from elastic_ring.data.document_index import INDEX, DocumentIndex, edges_of, index_file, read_index
 from elastic_ring.data.loader import IGNORE, slice_sample
-from elastic_ring.data.manifest import Manifest, PreparedSource, digest_of, read_manifest
+from elastic_ring.data.manifest import Manifest, PreparedSource, Shard, digest_of, read_manifest
 from elastic_ring.data.packing import END_OF_DOCUMENT
 from elastic_ring.data.preparation.piece import ShardWriter
 from elastic_ring.data.prepared import PreparedCorpus, PreparedTokens
@@ -247,3 +247,25 @@ def test_packing_is_a_setting_of_prepared_data(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="only a prepared corpus has the lengths of its documents"):
         data_source(settings.data, settings.model, settings.step)
     assert read_manifest(uri).has_index
+
+
+@pytest.mark.parametrize(
+    ("lengths", "edges"),
+    [
+        ([2**62, 10], [[], []]),
+        ([-4, 44], [[], []]),
+        ([20, 20], None),
+        ([20, 10, 10], [[], [], []]),
+        ([30, 10], [[4, 2], []]),
+        ([30, 10], [[4, 60], []]),
+        ([30, 10], [[4], []]),
+    ],
+)
+def test_an_index_of_other_documents_is_refused_by_name(tmp_path: Path, lengths: list[int], edges: Any) -> None:
+    data = index_file(lengths, None if edges is None else [np.array(each, dtype=np.int64) for each in edges])
+    (tmp_path / INDEX).mkdir()
+    (tmp_path / INDEX / "a.parquet").write_bytes(data)
+    sha256 = hashlib.sha256(data).hexdigest()
+    shard = Shard("a.parquet", 2, 40, "", 1, "", num_counted=4, index_sha256=sha256)
+    with pytest.raises(ValueError, match=r"index/a\.parquet: (cannot be read as an index|the counted tokens)"):
+        read_index(str(tmp_path / "manifest.json"), PreparedSource("a", None, (shard,)), 25)
