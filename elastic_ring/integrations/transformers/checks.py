@@ -136,18 +136,23 @@ def softcap_of(config: Any, traced: TracedRing) -> float:
     return max(traced.softcaps, default=0.0)
 
 
+def check_skipped_layers(config: Any) -> None:
+    """Raises ValueError for layers that a pass of training skips at random; a trace may find any of them."""
+    for name, value in config.to_dict().items():
+        if value and re.search(r"layer_?drop$", name):
+            kind = f"model_type={config.model_type!r}"
+            raise ValueError(f"{kind} {name}={value}: rings skip no layers at random; set it to 0.0")
+
+
 def check_dropout(config: Any, traced: TracedRing) -> None:
-    """Raises ValueError for dropout that a pass of training has in its attention, and for layers that it skips."""
+    """Raises ValueError for dropout that a pass of training has in its attention."""
     kind, dropout_rates = f"model_type={config.model_type!r}", traced.dropout_rates - {0.0}
-    rates = {name: value for name, value in config.to_dict().items() if "drop" in name and value}
-    for name in rates:
-        if re.search(r"layer_?drop$", name):
-            raise ValueError(f"{kind} {name}={rates[name]}: rings skip no layers at random; set it to 0.0")
     if dropout_rates:
         settings = [
             f"{name}={value}"
-            for name, value in rates.items()
-            if value in [*dropout_rates] and not re.search(r"^(classifier|summary)_|emb|hidden|resid", name)
+            for name, value in config.to_dict().items()
+            if "drop" in name and value in [*dropout_rates]
+            if not re.search(r"^(classifier|summary)_|emb|hidden|resid", name)
         ]
         named = ", ".join(settings) or f"dropout={max(dropout_rates)}"
         raise ValueError(f"{kind} {named}: attention on rings has no dropout; set it to 0.0")

@@ -25,6 +25,7 @@ from elastic_ring.files import check_model_links, cut, few, shown_url
 from elastic_ring.integrations.transformers.checks import (
     check_config,
     check_dropout,
+    check_skipped_layers,
     check_step,
     check_tokenizer,
     config_of,
@@ -327,6 +328,7 @@ def traced_model(ring: RingModel) -> tuple[RingModel, Any]:
             f"model_type={ring.config.model_type!r}: its module cannot be built of this config "
             f"({type(error).__name__}: {cut(str(error), 300)}); complete the config, or choose another model"
         ) from error
+    check_skipped_layers(ring.config)
     layer_windows, traced = trace(model, ring.config)
     check_dropout(ring.config, traced)
     check_experts(model, ring.config, adds_loss=ring.config.model_type in KNOWN_TYPES)

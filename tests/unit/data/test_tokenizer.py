@@ -95,7 +95,7 @@ def test_a_folder_without_tokenizer_json_is_opened_by_transformers(tmp_path: Pat
 
 def test_text_that_is_no_utf8_is_bad_input_for_a_tokenizer_and_not_for_bytes(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("viele liebe Grüße an alle".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.txt: document 0 .* is no UTF-8"):
+    with pytest.raises(ValueError, match=r"latin\.txt: is no UTF-8"):
         prepared(tmp_path / "out", tmp_path / "latin.txt", tokenizer=str(folder))
     assert prepared(tmp_path / "bytes", tmp_path / "latin.txt", tokenizer=BYTES).num_tokens == 26
 

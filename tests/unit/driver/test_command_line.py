@@ -41,7 +41,7 @@ SHORT = """--preset --dp --cp --spares --max-dp --min-dp --steps --seed --global
 --run-name --run-dir --config --model-folder --windows --wait-for-resources-s --grow-delay-s --grow-interval-s
 --grow-cost-s --corpus-look-s --storage-path --resume --checkpoint-every-steps --checkpoint-keep-last --copies
 --cpu-offload --kv-wire --linears --epochs --stop-early --keep-best --extend --validate --val-every-tokens --device
---from --search --optimizer"""
+--from --search --optimizer --packing --long-documents"""
 
 
 def test_help_imports_neither_torch_nor_ray_and_an_unknown_command_is_answered_with_those_that_exist():

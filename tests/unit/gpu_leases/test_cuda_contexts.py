@@ -202,7 +202,7 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
     saver = SimpleNamespace(pinning=SimpleNamespace(is_running=False))
     state = SimpleNamespace(applied=0, shard=SimpleNamespace(counters=SimpleNamespace(applied=0)))
 
-    def run(step: int, *, boundary: bool, flags: Any) -> tuple[Any, Any]:
+    def run(step: int, *, boundary: bool, flags: Any, cut_off: Any) -> tuple[Any, Any]:
         state.applied = step + 1
         saver.pinning.is_running = step == 0
         order.append(f"run {step}")
@@ -232,7 +232,7 @@ def test_a_member_tells_of_each_step_that_is_committed_and_done_here(monkeypatch
     releaser: Any = SimpleNamespace(committed=lambda *step: order.append(f"told {step}"))
     loop: Any = StepLoop(parts, None, releaser)  # type: ignore[arg-type]
     loop._prepare_host_memory = lambda: None
-    loop._record = lambda outcome, local, took_s, frozen_s: order.append("recorded")
+    loop._record = lambda begun, outcome, local: order.append("recorded")
     assert loop.run() == "boundary"
     assert order == ["run 0", "recorded", "run 1", "recorded", f"told {(OWN, 5, 1, 1)}", "run 2", "recorded"]
 
