@@ -37,9 +37,10 @@ from elastic_ring.files import cut, plain_json
 
 CALLS = "function_call"
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
-ROLES |= {CALLS: "assistant", "observation": "tool"}
+ROLES |= {CALLS: "assistant", "observation": "tool", "function": "tool"}
 SHAREGPT = {**ROLES, "human": "user", "gpt": "assistant"}
-"""The role for each value of `role` or of ShareGPT's `from`. LLaMA-Factory has calls and their results as roles."""
+"""The role for each value of `role` or of ShareGPT's `from`. LLaMA-Factory has calls and their results as roles,
+OpenAI once had `function`."""
 FORMS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {"messages": ("messages",)},
     {"messages": ("conversations",)},
@@ -52,15 +53,16 @@ FORMS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     },
 )
 """The columns of each part of a record: OpenAI's, ShareGPT's, a prompt with its completion, Alpaca's and Dolly's."""
-IN_ANY_FORM: Mapping[str, tuple[str, ...]] = {"system": ("system",), "tools": ("tools",)}
+IN_ANY_FORM: Mapping[str, tuple[str, ...]] = {"system": ("system", "system_prompt"), "tools": ("tools", "functions")}
+ANSWERS = ("completion", "response", "output")
 TEXT_PARTS = ("text", "input_text", "output_text")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message with what was thought before it."""
 IN_LOSS = ("weight", "train", "loss")
 """Keys of a message that say whether it counts: 0 or false leaves it out."""
-RULES = 4
+RULES = 5
 """Version of what records become. Raise it with every change: no preparation then goes on under other rules."""
-CALL = {"place": "here"}
+CALL, OTHER_CALL = {"place": "here"}, {"place": "there"}
 TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 RENDER_S, RENDER_BYTES = 5.0, 1 << 30
@@ -94,20 +96,29 @@ class Conversations:
         self.columns = tuple(name for names in first for name in names)
         rest = {name: None for form in self._forms for names in form.values() for name in names}
         self.optional_columns = tuple(name for name in rest if name not in self.columns)
+        self._is_named = bool(named)
+        self.missing_columns = {*(columns or {}).values()}
+        """Columns named by the user that no record so far has."""
 
     def document(self, record: Any) -> bytes:
         """Raises KeyError for a record without a conversation, ValueError for one that cannot be trained on."""
         if not isinstance(record, Mapping):
             raise ValueError(f"it is a {type(record).__name__}")
+        self.missing_columns.difference_update(record)
         form = self._form(record)
-        value = {part: _value(record, names) for part, names in form.items()}
+        column = {part: _column(record, names) for part, names in form.items()}
+        value = {part: record.get(name) for part, name in column.items()}
+        answer = next((name for name in ANSWERS if record.get(name)), "COLUMN")
         if "prompt" in form and value["completion"] is None:
-            raise ValueError(f"it has no {' or '.join(map(repr, form['completion']))}: --columns names others")
-        history = value.get("history") or []
-        before = _before(value["prompt"], value.get("input"), history) if "prompt" in form else []
-        rest = _messages(value["completion"], "assistant") if "prompt" in form else _messages(value["messages"])
+            names = " or ".join(map(repr, form["completion"]))
+            raise ValueError(f"it has no {names}: --columns prompt={column['prompt']},completion={answer} names others")
+        before = _before(value, column) if "prompt" in form else []
+        last = "completion" if "prompt" in form else "messages"
+        rest = _messages(value[last], column[last], "assistant" if "prompt" in form else "")
         if not rest:
             raise ValueError("it has no messages")
+        if last == "messages" and not self._is_named:
+            _refuse_another_answer(record, column[last], rest, answer)
         if all(message["role"] != "assistant" for message, _ in rest):
             raise ValueError("it has no assistant turn, so that nothing counts in the loss")
         messages = [message for message, _ in before + rest]
@@ -136,12 +147,26 @@ class Conversations:
         raise KeyError(self.columns[0])
 
 
-def _value(record: Mapping[str, object], names: Sequence[str]) -> Any:
-    """What a record has in these columns, of which one may be filled."""
+def _refuse_another_answer(
+    record: Mapping[str, object], column: str, messages: list[tuple[Message, bool]], answer: str
+) -> None:
+    """Raises ValueError for a record that has other messages or the last answer in another column."""
+    more = record.get("conversations")
+    if column == "messages" and more and _messages(more, "conversations") != messages:
+        raise ValueError("its 'messages' and 'conversations' differ: --columns messages=COLUMN names the one to take")
+    if answer in ANSWERS and messages[-1][0]["role"] != "assistant":
+        raise ValueError(
+            f"its {column!r} end without the answer that {answer!r} has: give --columns prompt={column},completion="
+            f"{answer}"
+        )
+
+
+def _column(record: Mapping[str, object], names: Sequence[str]) -> str:
+    """The column of these that a record has, of which one may be filled."""
     filled = [name for name in names if record.get(name)]
     if len(filled) > 1:
         raise ValueError(f"it has {' and '.join(map(repr, filled))}: --columns names the one to take")
-    return record[filled[0]] if filled else next((record[name] for name in names if record.get(name) is not None), None)
+    return next(iter(filled or (name for name in names if record.get(name) is not None)), names[0])
 
 
 def _tools(value: Any) -> list[Any] | None:
@@ -164,24 +189,29 @@ def _parsed(text: str, name: str) -> Any:
         raise ValueError(f"{name} are no JSON: {error}") from error
 
 
-def _before(prompt: Any, more: Any, history: Any) -> list[tuple[Message, bool]]:
-    """The messages before a completion: none counts but the answers of Alpaca's history."""
+def _before(value: Mapping[str, Any], column: Mapping[str, str]) -> list[tuple[Message, bool]]:
+    """The messages before a completion: none counts but the answers of Alpaca's history. `column`: of each part."""
+    prompt, more, history = value["prompt"], value.get("input"), value.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise ValueError("its history is no list of pairs of a question and its answer")
-    turns = [each for ask, answer in history for each in _messages(ask, "user") + _messages(answer, "assistant")]
+    sides = [each for ask, answer in history for each in ((ask, "user"), (answer, "assistant"))]
+    turns = [each for text, role in sides for each in _messages(text, column["history"], role)]
     if more:
         if not (isinstance(prompt, str) and isinstance(more, str)):
             raise ValueError("its prompt and its input are not both text")
         prompt = f"{prompt}\n{more}"
-    return turns + [(message, False) for message, _ in _messages(prompt, "user")]
+    return turns + [(message, False) for message, _ in _messages(prompt, column["prompt"], "user")]
 
 
-def _messages(value: Any, role: str = "") -> list[tuple[Message, bool]]:
+def _messages(value: Any, column: str, role: str = "") -> list[tuple[Message, bool]]:
     """The messages of a list, and whether each may count in the loss; text is one message of `role`."""
     if role and isinstance(value, str):
         return [({"role": role, "content": value}, True)]
     if not isinstance(value, list):
-        raise ValueError(f"a list of messages is needed where it has {type(value).__name__}")
+        raise ValueError(
+            f"its {column!r} is a {type(value).__name__} and no list of messages: write one, or --columns names "
+            "another column"
+        )
     return [_message(number, turn) for number, turn in enumerate(value, 1)]
 
 
@@ -202,8 +232,9 @@ def _message(number: int, turn: Any) -> tuple[Message, bool]:
         turn["tool_calls"] = _calls(number, [turn.pop(CALLS)])
     elif isinstance(turn.get("tool_calls"), str):
         turn["tool_calls"] = _parsed(turn["tool_calls"], f"message {number}'s tool_calls")
-    if not isinstance(content, str | list) and not (content is None and "tool_calls" in turn):
-        raise ValueError(f"message {number} has {type(content).__name__} and no text in it")
+    if not isinstance(content, str | list) and not (content is None and turn.get("tool_calls")):
+        calls = " and no calls" * ("tool_calls" in turn)
+        raise ValueError(f"message {number} has {type(content).__name__} and no text in it{calls}")
     flags = {key: turn.pop(key) for key in IN_LOSS if key in turn}  # which no template sees
     for key, flag in flags.items():
         if flag not in (0, 1):  # False and True are
@@ -433,30 +464,36 @@ class ChatTokenizer:
         """Whether the template takes a call's arguments as a mapping, as transformers documents it, or joins them as
         text. None where neither is known; they stay as a record has them."""
         text = self._with_call(CALL)
-        self._writes_calls = text is None or "look" in text or "here" in text
+        self._writes_calls = text is None or text != self._with_call(OTHER_CALL)
         if str(CALL) not in (text or str(CALL)):
             return dict
         return str if self._with_call(json.dumps(CALL)) is not None else None
 
     def _kind_of_content(self) -> tuple[bool, bool]:
-        """Whether the template writes a list of texts as it writes text, and whether it writes lists alone."""
-        parts = [{"type": "text", "text": "Look."}]
-        text, listed = (self._tried({"role": "assistant", "content": each}, each) for each in ("Look.", parts))
-        return text == listed is not None, "Look." not in (text or "") and "Look." in (listed or "")
+        """Whether the template writes all of a list of texts, as it writes text, and whether it writes lists alone."""
+        one, two = "Look at one.", "Look at two."
+        parts = [{"type": "text", "text": text} for text in (one, two)]
+        text, listed, both = (
+            self._tried({"role": "assistant", "content": each}, each) or "" for each in (one, parts[:1], parts)
+        )
+        needs = one not in text and one in listed
+        return min(both.count(one), both.count(two)) > 1 and (needs or text == listed), needs
 
     def _with_content(self, message: Message) -> Message:
         """The message with its content as the template takes it. Servers, too, put a line between texts of a list."""
         content = message["content"]
-        if isinstance(content, str) and self._needs_parts:
-            return {**message, "content": [{"type": "text", "text": content}]}
-        is_taken = self._needs_parts or (self._takes_parts and message["role"] in ("user", "assistant"))
+        is_taken = self._takes_parts and (self._needs_parts or message["role"] in ("user", "assistant"))
         if isinstance(content, list) and not is_taken:
-            return {**message, "content": "\n".join(part["text"] for part in content)}
-        return message
+            content = "\n".join(part["text"] for part in content)
+        if isinstance(content, str) and self._needs_parts:
+            content = [{"type": "text", "text": content}]
+        return {**message, "content": content}
 
     @cached_property
     def _writes_tools(self) -> bool:
-        return "look" in (self._tried({"role": "assistant", "content": "Yes."}, tools=[TOOL]) or "look")
+        other = {**TOOL, "function": {**cast(dict[str, Any], TOOL["function"]), "name": "seek"}}
+        text, changed = (self._tried({"role": "assistant", "content": "Yes."}, tools=[each]) for each in (TOOL, other))
+        return text is None or text != changed
 
     def _with_call(self, arguments: object) -> str | None:
         """What the template writes of a call with these arguments; None where it refuses it."""

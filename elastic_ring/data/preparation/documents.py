@@ -101,6 +101,7 @@ class TextIn:
 
     is_text = True
     optional_columns: tuple[str, ...] = ()
+    missing_columns: frozenset[str] = frozenset()
 
     def __init__(self, column: str) -> None:
         self.columns: tuple[str, ...] = (column,)

@@ -28,7 +28,7 @@ from elastic_ring.data.manifest import COLUMN, COUNTED, MAX_MANIFEST_BYTES, OFFS
 from elastic_ring.data.packing import Counted, Starts, Tokens
 from elastic_ring.data.preparation import PrepareConfig, chat_columns
 from elastic_ring.data.preparation.chat import ChatTokenizer, Conversations
-from elastic_ring.data.preparation.documents import Tally, TextIn, read_documents
+from elastic_ring.data.preparation.documents import Content, Tally, TextIn, read_documents
 from elastic_ring.data.preparation.inputs import Piece
 from elastic_ring.data.tokenizer import Tokenizer, open_tokenizer
 from elastic_ring.files import plain_json
@@ -63,6 +63,7 @@ class PieceRecord:
     longest_document_tokens: NonNegativeInt
     dropped: Dropped = field(default_factory=Dropped)
     tokens_by_length: tuple[NonNegativeInt, ...] = ()
+    missing_columns: tuple[str, ...] = ()
 
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
@@ -106,7 +107,7 @@ class PieceWorker:
         digests = patiently(
             lambda: b"".join(
                 hashlib.blake2b(document, digest_size=DIGEST_BYTES).digest()
-                for document in self._documents(piece, Tally(self.config.on_bad_input))
+                for document in read_documents(piece, self._content(), Tally(self.config.on_bad_input))
             )
         )
         self.storage.replace(digests_name(piece.name), digests)
@@ -123,12 +124,14 @@ class PieceWorker:
         writer = ShardWriter(self.storage, piece.name, self.tokenizer, *sizes, masked)
         repeats = self.storage.read(repeated_name(piece.name)) if config.drop_duplicates else b""
         repeated = set(np.frombuffer(repeats, dtype="<i8").tolist())  # numbers of documents that came before
-        for batch in batches(self._kept_documents(piece, tally, repeated)):
+        content = self._content()
+        for batch in batches(self._kept_documents(read_documents(piece, content, tally), tally, repeated)):
             for tokens, counted in self._encoded(batch, tally):
                 writer.add(tokens, counted)
         shards, lengths = writer.close(), writer.tokens_by_length
         by_length = tuple(lengths[power] for power in range(max(lengths, default=-1) + 1))
-        record = PieceRecord(piece.name, shards, writer.longest_tokens, tally.dropped(len(repeated)), by_length)
+        missing, dropped = tuple(sorted(content.missing_columns)), tally.dropped(len(repeated))
+        record = PieceRecord(piece.name, shards, writer.longest_tokens, dropped, by_length, missing)
         self.storage.replace(record_name(piece.name), record.to_json())
         return record
 
@@ -146,14 +149,12 @@ class PieceWorker:
             tally.leave_out_record(f"cannot be tokenised: {type(error).__name__}: {error}")
             return []
 
-    def _documents(self, piece: Piece, tally: Tally) -> Iterator[bytes]:
-        content = (
-            Conversations(chat_columns(self.config.columns)) if self.config.chat else TextIn(self.config.text_column)
-        )
-        return read_documents(piece, content, tally)
+    def _content(self) -> Content:
+        config = self.config
+        return Conversations(chat_columns(config.columns)) if config.chat else TextIn(config.text_column)
 
-    def _kept_documents(self, piece: Piece, tally: Tally, repeated: set[int]) -> Iterator[Placed]:
-        for number, document in enumerate(self._documents(piece, tally)):
+    def _kept_documents(self, documents: Iterator[bytes], tally: Tally, repeated: set[int]) -> Iterator[Placed]:
+        for number, document in enumerate(documents):
             if number in repeated:
                 continue
             try:

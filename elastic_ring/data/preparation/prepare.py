@@ -255,8 +255,8 @@ def _bar(title: str, pieces: Sequence[Piece], missing: Sequence[Piece]) -> tqdm:
 def assemble(
     config: PrepareConfig, tokenizer: Tokenizer, plan: Plan, records: Sequence[PieceRecord], *, is_complete: bool = True
 ) -> Manifest:
-    """The manifest of these pieces. Raises ValueError where a source of the whole has no document, or more was skipped
-    than is allowed."""
+    """The manifest of these pieces. Raises ValueError where a source of the whole has no document, no record has a
+    column of `columns`, or more was skipped than is allowed."""
     records = sorted(records, key=lambda record: record.name)
 
     def shards_of(prefix: str) -> tuple[Shard, ...]:
@@ -279,6 +279,12 @@ def assemble(
     empty = [source.name for source in sources if not source.shards]
     if empty and is_complete:
         raise ValueError(f"sources={config.sources!r}: {empty[0]} has no document; give text, or leave the source out")
+    missing = set.intersection(*({*record.missing_columns} for record in records)) if records else set()
+    if missing and is_complete:
+        raise ValueError(
+            f"columns={config.columns!r}: no record has {min(missing)!r}; mend the name or leave that part out, and "
+            "prepare into a new folder"
+        )
     lengths = [record.tokens_by_length for record in records if record.shards]
     return Manifest(
         vocab_size=tokenizer.vocab_size,

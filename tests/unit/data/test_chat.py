@@ -310,6 +310,8 @@ THINKS = (
 )
 """Drops what was thought before the last question, as Qwen3's template does."""
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "nullable": None}}}
+HELP = PLAIN + "You are here to look."
+FIRST = "{{ message.content if message.content is string else message.content[0].text }}"
 SYSTEM, TALK = {"role": "system", "content": "be brief"}, messages("one", "two", "three", "four")
 ASKS = {"name": "look", "arguments": {"at": 1}}
 LOOKS: list[dict[str, Any]] = [
@@ -361,6 +363,17 @@ FORMS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], Any, list[list[int]
         [TOOL],
         [[1, 3]],
     ),
+    "legacy functions and OpenHermes' system": (
+        {
+            "messages": [LOOKS[0], LOOKS[1], {"role": "function", "content": "there"}, LOOKS[3]],
+            "functions": [TOOL["function"]],
+            "system_prompt": "be brief",
+            "conversations": LOOKS,
+        },
+        [SYSTEM, *LOOKS],
+        [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
+        [[2, 4]],
+    ),
     "thoughts": ({"messages": THOUGHT}, THOUGHT, None, [[1], [3], [5, 7], [9]]),
 }
 
@@ -408,14 +421,16 @@ def test_columns_of_other_names_are_named_and_nothing_is_lost_in_silence(saved: 
     for wrong in ("prompt=question", "prompt=a,completion", "prompt=a,completion=b,robot=c", "messages"):
         assert command.main([*words, "--out", str(tmp_path / "wrong"), "--columns", wrong]) == 2
         assert f"columns={wrong!r}: write PART=COLUMN" in capsys.readouterr().err
+    assert command.main([*words, "--out", str(tmp_path / "typo"), "--columns", named.replace("about", "abuot")]) == 2
+    assert "no record has 'abuot'; mend the name" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"columns='messages=a': are of conversations \(--chat\)"):
         prepared(tmp_path / "wrong", tmp_path / "a", columns="messages=a")
     drops = PLAIN.replace("message.content", "message.content.split('</think>')[-1]")
     calls = [TALK[0], {"role": "assistant", "content": "", "tool_calls": LOOKS[1]["tool_calls"]}]
     for number, (template, record, told) in enumerate(
         (
-            (PLAIN, {"messages": TALK, "tools": [TOOL]}, "its chat template writes no tools: give one that does"),
-            (PLAIN, {"messages": calls}, "its chat template writes no tool_calls: give one that does"),
+            (HELP, {"messages": TALK, "tools": [TOOL]}, "its chat template writes no tools: give one that does"),
+            (HELP, {"messages": calls}, "its chat template writes no tool_calls: give one that does"),
             (drops, {"messages": THOUGHT[:4]}, r"its chat template drops what message 2 thinks \('1'\): give one"),
         )
     ):
@@ -424,16 +439,16 @@ def test_columns_of_other_names_are_named_and_nothing_is_lost_in_silence(saved: 
             chat(tmp_path / f"{number}", source, other(saved, tmp_path / f"{number}-tokenizer", template))
 
 
-@pytest.mark.parametrize("takes", ["text", "either", "lists"])
+@pytest.mark.parametrize("takes", ["text", "either", "lists", "first"])
 def test_texts_of_a_list_are_joined_unless_the_template_takes_lists(saved: Path, tmp_path: Path, takes: str) -> None:
     listed = "{% for part in message.content %}{{ part.text }}{% endfor %}"
     either = "{% if message.content is string %}{{ message.content }}{% else %}" + listed + "{% endif %}"
-    writes = {"text": "{{ message.content }}", "either": either, "lists": listed}[takes]
+    writes = {"text": "{{ message.content }}", "either": either, "lists": listed, "first": FIRST}[takes]
     folder = other(saved, tmp_path / "tokenizer", PLAIN.replace("{{ message.content }}", writes))
     two = [{"type": "text", "text": text} for text in ("two", "2")]
     rows = [{"messages": [TALK[0], {"role": "assistant", "content": content}]} for content in (two, "three")]
     manifest = chat(tmp_path / "out", write(tmp_path / "a.jsonl", rows), folder)
-    expected = ["two\n2" if takes == "text" else "two2", "three"]
+    expected = ["two\n2" if takes in ("text", "first") else "two2", "three"]
     assert [counted_text(saved, each) for each in counted_of(tmp_path / "out", manifest)] == [
         text + CLOSE for text in expected
     ]
@@ -501,7 +516,7 @@ def test_no_preparation_goes_on_under_other_rules_and_what_is_prepared_trains(
     record["settings"] |= {"chat_sha256": first_rules}
     record["settings"].pop("chat_rules", None)
     path.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=r"another preparation: chat_rules was None, is 4; chat_sha256 was .* folder"):
+    with pytest.raises(ValueError, match=r"another preparation: chat_rules was None, is 5; chat_sha256 was .* folder"):
         chat(tmp_path / "out", source, saved)
     assert PreparedTokens.of(str(tmp_path / "out" / "manifest.json"), 2048).open().read(0).counted is not None
     assert read_manifest(str(tmp_path / "out" / "manifest.json")) == manifest
@@ -610,9 +625,22 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"text": "x"},
         "line 2 at byte .* has no 'messages' or 'conversations' or 'prompt' or 'instruction': it has text",
     ),
-    "no completion": ({"prompt": "x", "response": "y"}, "it has no 'completion': --columns names others"),
+    "no completion": (
+        {"prompt": "x", "response": "y"},
+        "it has no 'completion': --columns prompt=prompt,completion=response names others",
+    ),
+    "answer beside": (
+        {"messages": messages("a"), "response": "b"},
+        "its 'messages' end without the answer that 'response' has: give --columns prompt=messages,completion=response",
+    ),
+    "two lists": ({**GOOD, "conversations": of_sharegpt(messages("a", "b"))}, "its 'messages' and 'conversations' dif"),
+    "empty calls": (
+        {"messages": [*messages("a"), {"role": "assistant", "content": None, "tool_calls": []}]},
+        "message 2 has NoneType and no text in it and no calls",
+    ),
+    "lists in a struct": ({"conversations": {"from": ["human"]}}, "its 'conversations' is a dict and no list of mess"),
     "empty": ({"messages": []}, "it has no messages"),
-    "no list": ({"messages": "x"}, "a list of messages is needed where it has str"),
+    "no list": ({"messages": "x"}, "its 'messages' is a str and no list of messages: write one, or --col"),
     "no message": ({"messages": ["x"]}, "message 1 is a str"),
     "unknown role": (
         {"messages": [*messages("a", "b"), {"role": "robot", "content": "c"}]},
