@@ -189,7 +189,7 @@ def _parsed(text: str, name: str) -> Any:
         raise ValueError(f"{name} are no JSON: {error}") from error
 
 
-def _before(value: Mapping[str, Any], column: Mapping[str, str]) -> list[tuple[Message, bool]]:
+def _before(value: Any, column: Mapping[str, str]) -> list[tuple[Message, bool]]:
     """The messages before a completion: none counts but the answers of Alpaca's history. `column`: of each part."""
     prompt, more, history = value["prompt"], value.get("input"), value.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
@@ -471,13 +471,13 @@ class ChatTokenizer:
 
     def _kind_of_content(self) -> tuple[bool, bool]:
         """Whether the template writes all of a list of texts, as it writes text, and whether it writes lists alone."""
-        one, two = "Look at one.", "Look at two."
-        parts = [{"type": "text", "text": text} for text in (one, two)]
+        first, second = "Look at one.", "Look at two."
+        parts = [{"type": "text", "text": text} for text in (first, second)]
         text, listed, both = (
-            self._tried({"role": "assistant", "content": each}, each) or "" for each in (one, parts[:1], parts)
+            self._tried({"role": "assistant", "content": each}, each) or "" for each in (first, parts[:1], parts)
         )
-        needs = one not in text and one in listed
-        return min(both.count(one), both.count(two)) > 1 and (needs or text == listed), needs
+        needs = first not in text and first in listed
+        return min(both.count(first), both.count(second)) > 1 and (needs or text == listed), needs
 
     def _with_content(self, message: Message) -> Message:
         """The message with its content as the template takes it. Servers, too, put a line between texts of a list."""
@@ -491,7 +491,7 @@ class ChatTokenizer:
 
     @cached_property
     def _writes_tools(self) -> bool:
-        other = {**TOOL, "function": {**cast(dict[str, Any], TOOL["function"]), "name": "seek"}}
+        other = {**TOOL, "function": {**cast(Any, TOOL["function"]), "name": "seek"}}
         text, changed = (self._tried({"role": "assistant", "content": "Yes."}, tools=[each]) for each in (TOOL, other))
         return text is None or text != changed
 
