@@ -37,14 +37,14 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "lines of the package": Bound(70_200, 60_000),
+    "lines of the package": Bound(70_170, 60_000),
     "modules besides __init__.py": Bound(294, 300),  # reference.py: a shrunk model beside plain transformers
-    "functions": Bound(3_640, 3_400),
+    "functions": Bound(3_605, 3_400),
     "lines of a function, median": Bound(8, 8, is_floor=True),
     "methods of the largest class": Bound(25, 25),
     "lines with dict[str, Any], Mapping[str, Any] or an alias": Bound(101, 150),
     "names that are no names": Bound(0, 0),
-    "lines of tests": Bound(66_500, 56_000),
+    "lines of tests": Bound(65_850, 56_000),
 }
 """A change that makes a counter better lowers its bound. Who raises one says why."""
 
