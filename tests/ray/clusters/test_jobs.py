@@ -172,7 +172,7 @@ def test_ctrl_c_on_an_embedded_run_ends_it_with_all_its_processes(tmp_path, whol
     assert all(map(psutil.pid_exists, members))
     token, (store,) = home / ".ray" / "auth_token", listening(psutil.Process(process.pid), "gcs_server")
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
-    assert [access.answers(store, shown) for shown in ("", token.read_text())] == [False, True]
+    assert [access.refusal(store, shown) is None for shown in ("", token.read_text())] == [False, True]
     if whole_group:
         os.killpg(process.pid, signal.SIGINT)
     else:

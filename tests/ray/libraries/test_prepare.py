@@ -109,7 +109,7 @@ from elastic_ring.runtime.driver import access, ray_session
 @contextmanager
 def cluster(num_cpus):
     with ray_session.cluster(num_cpus):
-        print("answers a stranger:", access.answers(ray.get_runtime_context().gcs_address))
+        print("answers a stranger:", access.refusal(ray.get_runtime_context().gcs_address) is None)
         yield
 
 print(prepare(PrepareConfig((sys.argv[1],), sys.argv[2], workers=1), cluster).digest)
